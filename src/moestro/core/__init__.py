@@ -1,0 +1,1 @@
+"""Errors, environment, logging, registries and units: what every floor may use."""

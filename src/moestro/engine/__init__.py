@@ -1,0 +1,1 @@
+"""Requests, scheduling, running and sampling."""

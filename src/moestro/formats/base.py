@@ -1,0 +1,115 @@
+"""What a weight format is, and what a packed matrix is.
+
+All formats are tiles of 16 output channels x one K-group, K-groups ascending, then the next 16
+channels: so any range of output channels that starts at a multiple of 16 is one contiguous byte
+range. Rows are padded to a multiple of 16 and columns to a multiple of the K-group; padding decodes
+to zero (and meets zero activations).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from moestro.core.errors import CheckpointError, UnsupportedFormat
+
+LANES = 16
+
+
+def round_up(n: int, multiple: int) -> int:
+    return -(-n // multiple) * multiple
+
+
+class Format(ABC):
+    """One packed layout. Instances are immutable and shared; get them by ``formats.get(name)``."""
+
+    #: canonical name, for example ``int4-g32``
+    name: str
+    #: input channels that share one tile; 0 means the whole row (``-row`` formats)
+    group_size: int
+    #: names of checkpoint tensor types that pack without loss, for example ``("Q8_0",)``
+    exact_from: tuple[str, ...] = ()
+
+    @abstractmethod
+    def tile_nbytes(self, cols: int) -> int:
+        """Bytes of one tile for a matrix of ``cols`` input channels."""
+
+    @abstractmethod
+    def pack(self, weight: Tensor, *, importance: Tensor | None = None) -> Tensor:
+        """Quantize float rows [N, K] with error-minimizing scales -> uint8 [nbytes].
+
+        ``importance`` float32 [K] weights the squared error of each input channel. Raises
+        CheckpointError for non-finite weights.
+        """
+
+    @abstractmethod
+    def pack_exact(self, source_type: str, raw: Tensor, rows: int, cols: int) -> Tensor:
+        """Repack checkpoint bytes (uint8) of a type in ``exact_from`` without loss -> uint8."""
+
+    @abstractmethod
+    def unpack(self, data: Tensor, rows: int, cols: int) -> Tensor:
+        """Reference decode -> float32 [rows, cols]."""
+
+    def group(self, cols: int) -> int:
+        """Input channels per tile for a matrix of ``cols`` columns."""
+        return self.group_size or round_up(cols, 32)
+
+    def padded_cols(self, cols: int) -> int:
+        return round_up(cols, self.group(cols))
+
+    def nbytes(self, rows: int, cols: int) -> int:
+        """Packed bytes of a [rows, cols] matrix."""
+        tiles = round_up(rows, LANES) // LANES * (self.padded_cols(cols) // self.group(cols))
+        return tiles * self.tile_nbytes(cols)
+
+    def bits_per_weight(self, cols: int) -> float:
+        return 8 * self.tile_nbytes(cols) / (LANES * self.group(cols))
+
+    def refuse(self, source_type: str) -> UnsupportedFormat:
+        """The error for a source this format cannot take without loss."""
+        exact = ", ".join(self.exact_from) or "none"
+        return UnsupportedFormat(
+            f"format {self.name} cannot hold {source_type} weights without loss (exact from: "
+            f"{exact}); quantize on purpose with: moestro convert MODEL OUT --format {self.name}"
+        )
+
+
+def require_finite(weight: Tensor, name: str = "weight") -> None:
+    """Raise CheckpointError if any element is NaN or infinite."""
+    if not bool(torch.isfinite(weight).all()):
+        bad = int((~torch.isfinite(weight)).sum())
+        raise CheckpointError(f"{name}: {bad} of {weight.numel()} weights are not finite")
+
+
+@dataclass(frozen=True)
+class PackedWeight:
+    """A weight matrix [rows, cols] packed in one format. ``data`` is uint8, 1-D, contiguous."""
+
+    format: Format = field(repr=False)
+    rows: int
+    cols: int
+    data: Tensor = field(repr=False)
+    name: str = "weight"
+
+    def __post_init__(self) -> None:
+        want = self.format.nbytes(self.rows, self.cols)
+        if self.data.dtype != torch.uint8 or self.data.numel() != want:
+            raise CheckpointError(
+                f"{self.name}: {self.format.name} [{self.rows}, {self.cols}] needs {want} bytes, "
+                f"got {self.data.numel()} of {self.data.dtype}"
+            )
+
+    @property
+    def format_name(self) -> str:
+        return self.format.name
+
+    @property
+    def nbytes(self) -> int:
+        return self.data.numel()
+
+    def unpack(self) -> Tensor:
+        """Decoded float32 [rows, cols]."""
+        return self.format.unpack(self.data, self.rows, self.cols)

@@ -1,0 +1,1 @@
+"""Where each tensor lives and when it moves."""

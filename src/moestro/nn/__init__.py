@@ -1,0 +1,1 @@
+"""Layers, blind to where their weights are."""

@@ -1,0 +1,1 @@
+"""What an operation means: contracts, reference implementations, dispatch."""

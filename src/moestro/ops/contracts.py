@@ -1,0 +1,269 @@
+"""Signatures, shapes and dtypes of every op.
+
+Shape letters: T token capacity of a batch, H hidden_size, N output channels, K input channels,
+E experts, A experts per token (top_k), I intermediate_size, S sequence slots, P pages per sequence.
+
+Every op writes into buffers it is given, allocates nothing, and reads data-dependent sizes from
+memory when it runs: ``rows`` is an int32 tensor of one element holding how many leading rows are
+live. So an op recorded once into a Program can be replayed for any batch up to its capacity.
+All activations are float32, contiguous, row-major. Rows beyond ``rows`` are left untouched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+class Packed(Protocol):
+    """A packed weight matrix [N, K] (see ``formats.base.PackedWeight``)."""
+
+    @property
+    def format_name(self) -> str: ...
+    @property
+    def rows(self) -> int: ...
+    @property
+    def cols(self) -> int: ...
+    @property
+    def data(self) -> Tensor: ...
+    def unpack(self) -> Tensor:
+        """Decoded float32 weights [N, K]."""
+        ...
+
+
+class ExpertTable(Protocol):
+    """All experts of one layer as packed blobs (see ``memory.expert_bank.ExpertBank``).
+
+    ``pointers`` is int64 [E]: the address of each expert's blob ``gate | up | down``. ``layout`` has
+    for each of the three its format name, rows, cols and byte offset in the blob.
+    """
+
+    @property
+    def pointers(self) -> Tensor: ...
+    @property
+    def projections(self) -> Sequence[Projection]: ...
+    @property
+    def activation(self) -> str: ...
+    def expert(self, index: int) -> tuple[Packed, Packed, Packed]:
+        """(gate, up, down) of one expert, for the reference."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Projection:
+    """Where one of gate, up or down lies in an expert's blob."""
+
+    format_name: str
+    rows: int
+    cols: int
+    offset: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class KvLayer:
+    """One layer's paged key/value cache for grouped-query attention.
+
+    k: [pages, kv_heads, page_size // 16, head_dim, 16]  sixteen keys side by side, one vector lane
+    each. v: [pages, kv_heads, page_size, head_dim]. dtype float32, float16 or bfloat16; page_size
+    is a multiple of 16. Fresh caches are zero.
+    """
+
+    k: Tensor
+    v: Tensor
+
+    @property
+    def pages(self) -> int:
+        return self.v.shape[0]
+
+    @property
+    def kv_heads(self) -> int:
+        return self.v.shape[1]
+
+    @property
+    def page_size(self) -> int:
+        return self.v.shape[2]
+
+    @property
+    def head_dim(self) -> int:
+        return self.v.shape[3]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """Fixed buffers (all int32) that describe one ragged step.
+
+    counts [2]: live tokens, live logit rows. token_ids [T]; positions [T]; slots [T], the sequence
+    slot of each token: tokens of one sequence are contiguous and ascending in position.
+    page_table [S, P]: page of each slot's positions ``p // page_size``. logit_rows [L]: which token
+    rows get logits.
+    """
+
+    counts: Tensor
+    token_ids: Tensor
+    positions: Tensor
+    slots: Tensor
+    page_table: Tensor
+    logit_rows: Tensor
+
+    @property
+    def rows(self) -> Tensor:
+        """Live token count, int32 [1]."""
+        return self.counts[0:1]
+
+    @property
+    def logit_count(self) -> Tensor:
+        """Live logit row count, int32 [1]."""
+        return self.counts[1:2]
+
+    @property
+    def capacity(self) -> int:
+        return self.token_ids.shape[0]
+
+    @staticmethod
+    def allocate(*, tokens: int, slots: int, pages_per_slot: int, logits: int) -> Batch:
+        def buffer(*shape: int) -> Tensor:
+            return torch.zeros(shape, dtype=torch.int32)
+
+        return Batch(
+            counts=buffer(2),
+            token_ids=buffer(tokens),
+            positions=buffer(tokens),
+            slots=buffer(tokens),
+            page_table=buffer(slots, pages_per_slot),
+            logit_rows=buffer(logits),
+        )
+
+
+class Program(Protocol):
+    """Recorded ops over fixed buffers."""
+
+    def replay(self) -> None:
+        """Run all recorded ops once, with the GIL released where the device can."""
+        ...
+
+
+class Ops(Protocol):
+    """What a device implements. A missing op raises UnsupportedOp."""
+
+    def record(self) -> AbstractContextManager[Program]:
+        """While open, ops are recorded into the yielded Program and not run."""
+        ...
+
+    def embed_tokens(self, token_ids: Tensor, weight: Packed, out: Tensor, rows: Tensor) -> None:
+        """out[t] = weight[token_ids[t]]; out [T, H]."""
+        ...
+
+    def gather_rows(self, x: Tensor, indices: Tensor, out: Tensor, rows: Tensor) -> None:
+        """out[i] = x[indices[i]] for i < rows; indices int32 [L], out [L, H]."""
+        ...
+
+    def rmsnorm(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        out: Tensor,
+        rows: Tensor,
+        *,
+        eps: float,
+        groups: int = 1,
+        residual: Tensor | None = None,
+    ) -> None:
+        """out = x / sqrt(mean(x^2) + eps) * weight, per row, or per each of ``groups`` equal parts
+        of a row (qk-norm: groups = heads, weight [head_dim]). With ``residual`` [T, H]:
+        residual += x first, and the norm is of the residual. out may be x. (arXiv:1910.07467)
+        """
+        ...
+
+    def linear(
+        self,
+        x: Tensor,
+        weight: Packed,
+        out: Tensor,
+        rows: Tensor,
+        *,
+        bias: Tensor | None = None,
+        accumulate: bool = False,
+    ) -> None:
+        """out[T, N] = (out +) x[T, K] @ weight.T (+ bias [N])."""
+        ...
+
+    def rope(
+        self,
+        x: Tensor,
+        positions: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        rows: Tensor,
+        *,
+        heads: int,
+        interleaved: bool = False,
+    ) -> None:
+        """Rotate in place x [T, heads * head_dim]; cos, sin float32 [max_positions, rotary_dim / 2]
+        are indexed by position. The first rotary_dim channels of each head turn: pairs (i, i +
+        rotary_dim/2), or (2i, 2i+1) if interleaved. (arXiv:2104.09864)
+        """
+        ...
+
+    def write_kv(self, k: Tensor, v: Tensor, cache: KvLayer, batch: Batch) -> None:
+        """Store k, v [T, kv_heads * head_dim] of every live token at its position's page."""
+        ...
+
+    def attention(
+        self,
+        q: Tensor,
+        cache: KvLayer,
+        out: Tensor,
+        batch: Batch,
+        *,
+        heads: int,
+        scale: float,
+        window: int = 0,
+    ) -> None:
+        """Causal grouped-query attention of q [T, heads * head_dim] over the cached positions
+        0..position of each token's own slot (only the last ``window`` of them if > 0);
+        out [T, heads * head_dim]. The keys of this step must have been written before.
+        """
+        ...
+
+    def route(
+        self,
+        logits: Tensor,
+        ids: Tensor,
+        weights: Tensor,
+        rows: Tensor,
+        *,
+        normalize: bool,
+    ) -> None:
+        """Softmax over logits [T, E], then the top A: ids int32 [T, A] in descending probability
+        (ties: lower id first), weights float32 [T, A], summing to one if ``normalize``.
+        """
+        ...
+
+    def moe(
+        self,
+        x: Tensor,
+        ids: Tensor,
+        weights: Tensor,
+        experts: ExpertTable,
+        out: Tensor,
+        rows: Tensor,
+        *,
+        accumulate: bool = False,
+    ) -> None:
+        """out[t] = (out[t] +) sum over a, in ascending expert id, of weights[t, a] *
+        down(act(gate(x[t])) * up(x[t])) of expert ids[t, a]; ids below zero are skipped.
+        """
+        ...
+
+    def silu_mul(self, gate: Tensor, up: Tensor, out: Tensor, rows: Tensor) -> None:
+        """out = silu(gate) * up; all [T, I]."""
+        ...
+
+    def sigmoid(self, x: Tensor, rows: Tensor) -> None:
+        """x = 1 / (1 + exp(-x)) in place, [T, N]."""
+        ...
