@@ -1,0 +1,21 @@
+"""What a device is to the floors above: a name and the ops it implements."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from moestro.ops.contracts import Ops
+
+
+class Device(Protocol):
+    """One place that computes. Each device is a folder here whose ``open_device()`` makes it."""
+
+    @property
+    def name(self) -> str:
+        """The folder's name, for example ``reference``."""
+        ...
+
+    @property
+    def ops(self) -> Ops:
+        """The op table; an op it lacks raises UnsupportedOp."""
+        ...

@@ -1,0 +1,248 @@
+"""The slow, obvious torch implementation of every op: the oracle all kernels are compared with.
+
+Each op takes the live rows, computes in ``compute_dtype`` (float32, or float64 to be a sharper
+oracle) and copies the result into the float32 buffer it was given. Data that points outside a
+buffer (a token id past the vocabulary, a position past the rope table, a page past the cache)
+raises InvalidRequest before anything is written.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import silu
+
+from moestro.core.errors import InvalidRequest, UnsupportedOp
+from moestro.ops.contracts import Batch, ExpertTable, KvLayer, Packed
+from moestro.ops.dispatch import PythonOps, op
+
+KEY_LANES = 16  # keys stored side by side in KvLayer.k
+
+
+class ReferenceOps(PythonOps):
+    """All ops of ``contracts.Ops`` on CPU tensors; see there for shapes and meaning."""
+
+    device = "reference"
+
+    def __init__(self, compute_dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.compute_dtype = compute_dtype
+
+    def _wide(self, x: Tensor) -> Tensor:
+        return x.to(self.compute_dtype)
+
+    @op
+    def embed_tokens(self, token_ids: Tensor, weight: Packed, out: Tensor, rows: Tensor) -> None:
+        n = live_rows(rows, token_ids, out)
+        ids = token_ids[:n].long()
+        require_range("token id", ids, weight.rows, "the vocabulary")
+        out[:n] = weight.unpack()[ids]
+
+    @op
+    def gather_rows(self, x: Tensor, indices: Tensor, out: Tensor, rows: Tensor) -> None:
+        n = live_rows(rows, indices, out)
+        index = indices[:n].long()
+        require_range("row index", index, x.shape[0], "the gathered tensor")
+        out[:n] = x[index]
+
+    @op
+    def rmsnorm(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        out: Tensor,
+        rows: Tensor,
+        *,
+        eps: float,
+        groups: int = 1,
+        residual: Tensor | None = None,
+    ) -> None:
+        n = live_rows(rows, x, out)
+        if residual is not None:
+            residual[:n] += x[:n]
+            x = residual
+        parts = self._wide(x[:n]).view(n, groups, -1)
+        mean_square = parts.square().mean(-1, keepdim=True)
+        normed = parts * torch.rsqrt(mean_square + eps) * self._wide(weight)
+        out[:n] = normed.flatten(1)
+
+    @op
+    def linear(
+        self,
+        x: Tensor,
+        weight: Packed,
+        out: Tensor,
+        rows: Tensor,
+        *,
+        bias: Tensor | None = None,
+        accumulate: bool = False,
+    ) -> None:
+        n = live_rows(rows, x, out)
+        result = self._wide(x[:n]) @ self._wide(weight.unpack()).T
+        if bias is not None:
+            result += self._wide(bias)
+        if accumulate:
+            result += self._wide(out[:n])
+        out[:n] = result
+
+    @op
+    def rope(
+        self,
+        x: Tensor,
+        positions: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        rows: Tensor,
+        *,
+        heads: int,
+        interleaved: bool = False,
+    ) -> None:
+        n = live_rows(rows, x, positions)
+        where = positions[:n].long()
+        require_range("position", where, cos.shape[0], "the rope table")
+        c, s = self._wide(cos[where])[:, None], self._wide(sin[where])[:, None]
+        by_head = x[:n].view(n, heads, -1)
+        rotary = by_head[..., : 2 * cos.shape[1]]
+        if interleaved:
+            first, second = rotary[..., 0::2], rotary[..., 1::2]
+        else:
+            first, second = rotary.chunk(2, dim=-1)
+        a, b = self._wide(first), self._wide(second)
+        turned = a * c - b * s, b * c + a * s  # both before the first write: a and b may be views
+        first.copy_(turned[0])
+        second.copy_(turned[1])
+
+    @op
+    def write_kv(self, k: Tensor, v: Tensor, cache: KvLayer, batch: Batch) -> None:
+        n = live_rows(batch.rows, k, v, batch.positions, batch.slots)
+        positions, slots = batch.positions[:n].long(), batch.slots[:n].long()
+        pages = pages_of(cache, batch, slots, positions)
+        offset = positions % cache.page_size
+        keys = k[:n].view(n, cache.kv_heads, cache.head_dim).to(cache.k.dtype)
+        values = v[:n].view(n, cache.kv_heads, cache.head_dim).to(cache.v.dtype)
+        for t in range(n):
+            page, at = int(pages[t]), int(offset[t])
+            cache.k[page, :, at // KEY_LANES, :, at % KEY_LANES] = keys[t]
+            cache.v[page, :, at] = values[t]
+
+    @op
+    def attention(
+        self,
+        q: Tensor,
+        cache: KvLayer,
+        out: Tensor,
+        batch: Batch,
+        *,
+        heads: int,
+        scale: float,
+        window: int = 0,
+    ) -> None:
+        n = live_rows(batch.rows, q, out, batch.positions, batch.slots)
+        if heads % cache.kv_heads:
+            raise UnsupportedOp(f"attention: {heads} heads do not share {cache.kv_heads} kv heads")
+        positions, slots = batch.positions[:n].long(), batch.slots[:n].long()
+        pages_of(cache, batch, slots, positions)  # validates before anything is written
+        queries = self._wide(q[:n]).view(n, heads, cache.head_dim)
+        for slot in sorted(set(slots.tolist())):
+            rows = (slots == slot).nonzero()[:, 0]
+            at = positions[rows]
+            first = max(0, int(at.min()) - window + 1) if window > 0 else 0
+            context = torch.arange(first, int(at.max()) + 1)
+            keys, values = self._gather_context(cache, batch, slot, context)
+            shared_by = heads // cache.kv_heads
+            keys = keys.repeat_interleave(shared_by, dim=1)
+            values = values.repeat_interleave(shared_by, dim=1)
+            scores = torch.einsum("thd,chd->htc", queries[rows], keys) * scale
+            hidden = context > at[:, None]
+            if window > 0:
+                hidden |= context <= at[:, None] - window
+            probs = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+            out[rows] = torch.einsum("htc,chd->thd", probs, values).flatten(1).float()
+
+    def _gather_context(
+        self, cache: KvLayer, batch: Batch, slot: int, positions: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Keys and values [len(positions), kv_heads, head_dim] of a slot."""
+        pages = pages_of(cache, batch, torch.full_like(positions, slot), positions)
+        at = positions % cache.page_size
+        keys = cache.k[pages, :, at // KEY_LANES, :, at % KEY_LANES]
+        return self._wide(keys), self._wide(cache.v[pages, :, at])
+
+    @op
+    def route(
+        self, logits: Tensor, ids: Tensor, weights: Tensor, rows: Tensor, *, normalize: bool
+    ) -> None:
+        n, top_k = live_rows(rows, logits, ids, weights), ids.shape[1]
+        if top_k > logits.shape[1]:
+            raise UnsupportedOp(f"route: top {top_k} of {logits.shape[1]} experts")
+        # A larger logit is a larger probability, so the order is taken before rounding can tie.
+        order = logits[:n].sort(dim=1, descending=True, stable=True).indices[:, :top_k]
+        probs = self._wide(logits[:n]).softmax(1).gather(1, order)
+        if normalize:
+            probs = probs / probs.sum(1, keepdim=True)
+        ids[:n] = order.int()
+        weights[:n] = probs
+
+    @op
+    def moe(
+        self,
+        x: Tensor,
+        ids: Tensor,
+        weights: Tensor,
+        experts: ExpertTable,
+        out: Tensor,
+        rows: Tensor,
+        *,
+        accumulate: bool = False,
+    ) -> None:
+        n = live_rows(rows, x, ids, weights, out)
+        if experts.activation != "silu":
+            raise UnsupportedOp(f"moe: activation {experts.activation!r}; the reference has silu")
+        chosen = ids[:n].long()
+        count = experts.pointers.shape[0]
+        require_range("expert id", chosen.clamp(min=0), count, "the layer's experts")
+        tokens, total = self._wide(x[:n]), torch.zeros(n, x.shape[1], dtype=self.compute_dtype)
+        if accumulate:
+            total += self._wide(out[:n])
+        for expert in sorted(set(chosen[chosen >= 0].tolist())):
+            gate, up, down = (self._wide(part.unpack()) for part in experts.expert(expert))
+            token, slot = (chosen == expert).nonzero(as_tuple=True)
+            hidden = silu(tokens[token] @ gate.T) * (tokens[token] @ up.T)
+            share = self._wide(weights[:n])[token, slot, None]
+            total.index_add_(0, token, share * (hidden @ down.T))
+        out[:n] = total
+
+    @op
+    def silu_mul(self, gate: Tensor, up: Tensor, out: Tensor, rows: Tensor) -> None:
+        n = live_rows(rows, gate, up, out)
+        out[:n] = silu(self._wide(gate[:n])) * self._wide(up[:n])
+
+    @op
+    def sigmoid(self, x: Tensor, rows: Tensor) -> None:
+        n = live_rows(rows, x)
+        x[:n] = self._wide(x[:n]).sigmoid()
+
+
+def live_rows(rows: Tensor, *buffers: Tensor) -> int:
+    """The live row count, checked against the capacity of every buffer."""
+    n, capacity = int(rows), min(buffer.shape[0] for buffer in buffers)
+    if not 0 <= n <= capacity:
+        raise InvalidRequest(f"{n} live rows in buffers that hold {capacity}")
+    return n
+
+
+def require_range(what: str, values: Tensor, stop: int, of: str) -> None:
+    """Raise InvalidRequest unless all values lie in [0, stop)."""
+    bad = values[(values < 0) | (values >= stop)]
+    if bad.numel():
+        raise InvalidRequest(f"{what} {int(bad[0])} is outside {of}, which has 0..{stop - 1}")
+
+
+def pages_of(cache: KvLayer, batch: Batch, slots: Tensor, positions: Tensor) -> Tensor:
+    """The cache page of each (slot, position), all three checked against their ranges."""
+    slot_count, pages_per_slot = batch.page_table.shape
+    require_range("sequence slot", slots, slot_count, "the page table")
+    require_range("position", positions, pages_per_slot * cache.page_size, "the slot's pages")
+    pages = batch.page_table[slots, positions // cache.page_size].long()
+    require_range("page", pages, cache.pages, "the cache")
+    return pages
