@@ -1,0 +1,102 @@
+"""Engine options: each knob is defined once, here, with its help and its check.
+
+The command line options are generated from these fields, so a knob is never spelled twice.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from moestro.core import units
+from moestro.core.errors import InvalidRequest
+
+#: positions per KV page must be a multiple of this (see ``ops.contracts.KvLayer``)
+PAGE_MULTIPLE = 16
+KV_DTYPES = ("float16", "bfloat16", "float32")
+#: context used where the model allows more and nothing was asked: enough for long chats, and the
+#: KV cache stays small beside the weights
+DEFAULT_CONTEXT = 8192
+
+
+def _knob(default: Any, text: str) -> Any:
+    return field(default=default, metadata={"help": text})
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """How the engine runs. Raises InvalidRequest for a value that cannot work."""
+
+    context: int | None = _knob(
+        None,
+        "Tokens a sequence may reach, prompt and answer together. Default: the model's own "
+        f"context, at most {DEFAULT_CONTEXT}, less where memory does not allow it.",
+    )
+    max_sequences: int = _knob(8, "Sequences computed at the same time; others wait.")
+    max_batch_tokens: int = _knob(
+        512, "Tokens computed per step: long prompts are prefilled in chunks of this size."
+    )
+    kv_dtype: str = _knob("float16", f"Type of the KV cache: {', '.join(KV_DTYPES)}.")
+    page_size: int = _knob(32, f"Positions per KV page, a multiple of {PAGE_MULTIPLE}.")
+    threads: int | None = _knob(
+        None, "Compute threads. Default: one per physical core this process may use."
+    )
+    memory: str | None = _knob(
+        None,
+        "Memory budget for weights, KV cache and buffers, for example 24GiB. Default: what is "
+        "available now.",
+    )
+
+    def __post_init__(self) -> None:
+        for name in ("context", "max_sequences", "max_batch_tokens", "page_size", "threads"):
+            value = getattr(self, name)
+            if value is None and name in ("context", "threads"):
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise InvalidRequest(f"{name} must be a positive whole number, got {value!r}")
+        if self.context is not None and self.context < 2:
+            raise InvalidRequest(
+                f"context must hold at least a prompt token and an answer token, got {self.context}"
+            )
+        if self.page_size % PAGE_MULTIPLE:
+            raise InvalidRequest(
+                f"page_size must be a multiple of {PAGE_MULTIPLE}, got {self.page_size}"
+            )
+        if self.kv_dtype not in KV_DTYPES:
+            raise InvalidRequest(
+                f"kv_dtype must be one of {', '.join(KV_DTYPES)}, got {self.kv_dtype!r}"
+            )
+        if self.max_batch_tokens < self.max_sequences:
+            raise InvalidRequest(
+                f"max_batch_tokens ({self.max_batch_tokens}) must be at least max_sequences "
+                f"({self.max_sequences}): every running sequence gets a token per step"
+            )
+        self.memory_bytes()
+
+    @classmethod
+    def from_options(cls, options: Mapping[str, Any]) -> EngineConfig:
+        """Build from loose options; an unknown name is an error that suggests the nearest."""
+        known = [f.name for f in fields(cls)]
+        for name in options:
+            if name not in known:
+                near = difflib.get_close_matches(name, known, n=1)
+                hint = f"; did you mean {near[0]!r}?" if near else ""
+                raise InvalidRequest(
+                    f"unknown engine option {name!r}{hint} (known: {', '.join(known)})"
+                )
+        return cls(**options)
+
+    def memory_bytes(self) -> int | None:
+        """The budget in bytes, or None for what is available."""
+        if self.memory is None:
+            return None
+        if not isinstance(self.memory, str):
+            raise InvalidRequest(f"memory must be text such as '24GiB', got {self.memory!r}")
+        return units.parse_bytes(self.memory)
+
+    def replace(self, **changes: Any) -> EngineConfig:
+        """A copy with some knobs changed."""
+        return dataclasses.replace(self, **changes)
