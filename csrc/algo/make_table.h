@@ -1,0 +1,10 @@
+// Assembles one ISA's kernel table from the algo/ headers. Included last in each isa/*.cpp.
+#pragma once
+
+#include "algo/attention_kernels.h"
+#include "algo/float_kernels.h"
+#include "algo/matrix_kernels.h"
+
+constexpr IsaTable make_table(const char* name) {
+  return {name, make_float_kernels(), make_matrix_kernels(), make_attention_kernels()};
+}

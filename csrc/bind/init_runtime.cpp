@@ -1,0 +1,47 @@
+// ISA choice, threads, programs, and the translation of native errors.
+#include "bind/tensors.h"
+#include "core/team.h"
+#include "isa/dispatch.h"
+
+namespace moestro {
+namespace {
+
+const char* python_name(ErrorKind kind) {
+  switch (kind) {
+    case ErrorKind::kUnsupportedOp: return "UnsupportedOp";
+    case ErrorKind::kUnsupportedFormat: return "UnsupportedFormat";
+    case ErrorKind::kCheckpoint: return "CheckpointError";
+    case ErrorKind::kInvalidRequest: break;
+  }
+  return "InvalidRequest";
+}
+
+void translate(const std::exception_ptr& pointer, void*) {
+  try {
+    std::rethrow_exception(pointer);
+  } catch (const Error& error) {
+    const nb::object type = nb::module_::import_("moestro.core.errors").attr(python_name(error.kind()));
+    PyErr_SetString(type.ptr(), error.what());
+  }
+}
+
+}  // namespace
+
+void init_runtime(nb::module_& m) {
+  nb::register_exception_translator(translate);
+  m.def("isa", [] { return std::string(isa().name); }, "Name of the active kernel table.");
+  m.def("set_isa", &set_isa, nb::arg("name"));
+  m.def("supported_isas", &supported_isas);
+  m.def("built_isas", &built_isas);
+  m.def("set_threads", &set_process_threads, nb::arg("threads"));
+  m.def("threads", &process_threads);
+  nb::class_<BoundProgram>(m, "Program", "Recorded ops over fixed buffers.")
+      .def(nb::init<>())
+      .def("__len__", [](const BoundProgram& p) { return p.program.size(); })
+      .def("replay", [](BoundProgram& p) {
+        nb::gil_scoped_release release;
+        p.program.replay();
+      });
+}
+
+}  // namespace moestro

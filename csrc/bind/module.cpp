@@ -1,0 +1,10 @@
+// The extension module moestro._core.
+#include "bind/tensors.h"
+
+NB_MODULE(_core, m) {
+  m.doc() = "Moestro's native core. Use it through moestro.native and moestro.devices.cpu.";
+  moestro::init_runtime(m);
+  moestro::init_float_ops(m);
+  moestro::init_attention_ops(m);
+  moestro::init_matrix_ops(m);
+}

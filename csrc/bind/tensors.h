@@ -1,0 +1,71 @@
+// Tensor argument types and the checks every binding makes before it builds an op.
+#pragma once
+
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <memory>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "algo/rows.h"
+#include "core/error.h"
+#include "core/program.h"
+
+namespace nb = nanobind;
+
+namespace moestro {
+
+using Floats1 = nb::ndarray<float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Floats2 = nb::ndarray<float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+using Ints1 = nb::ndarray<int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Ints2 = nb::ndarray<int32_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+using Longs1 = nb::ndarray<int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Bytes1 = nb::ndarray<uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+
+// A Program and the Python buffers its ops point into.
+struct BoundProgram {
+  BoundProgram() = default;
+  BoundProgram(const BoundProgram&) = delete;
+  BoundProgram& operator=(const BoundProgram&) = delete;
+
+  Program program;
+  std::vector<std::shared_ptr<void>> buffers;
+};
+
+inline void require(bool condition, const std::string& message) {
+  if (!condition) throw invalid_request(message);
+}
+
+inline void require_size(const char* what, int64_t found, int64_t wanted) {
+  require(found == wanted, std::string(what) + " is " + std::to_string(found) + ", expected " +
+                               std::to_string(wanted));
+}
+
+inline Rows make_rows(const Ints1& rows, int64_t capacity) {
+  require(rows.shape(0) >= 1, "rows must hold one int32");
+  return Rows(rows.data(), capacity);
+}
+
+// Records the op into the program, keeping its buffers alive, or runs it now without the GIL.
+template <class... Buffers>
+void submit(BoundProgram* program, std::unique_ptr<Op> op, Buffers... buffers) {
+  if (program != nullptr) {
+    program->program.add(std::move(op));
+    program->buffers.push_back(std::make_shared<std::tuple<Buffers...>>(std::move(buffers)...));
+    return;
+  }
+  nb::gil_scoped_release release;
+  run_op(*op);
+}
+
+void init_runtime(nb::module_& m);
+void init_float_ops(nb::module_& m);
+void init_attention_ops(nb::module_& m);
+void init_matrix_ops(nb::module_& m);
+
+}  // namespace moestro

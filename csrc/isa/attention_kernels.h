@@ -1,0 +1,8 @@
+// Leaf kernels of attention over the paged cache.
+#pragma once
+
+namespace moestro {
+
+struct AttentionKernels {};
+
+}  // namespace moestro

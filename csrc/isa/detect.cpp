@@ -1,0 +1,60 @@
+#include "isa/detect.h"
+
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+
+#include <cstdint>
+
+namespace moestro {
+
+bool cpu_supports_scalar() { return true; }
+
+#if defined(__x86_64__)
+namespace {
+
+struct Registers {
+  uint32_t a = 0, b = 0, c = 0, d = 0;
+};
+
+Registers cpuid(uint32_t leaf, uint32_t subleaf) {
+  Registers r;
+  if (__get_cpuid_max(leaf & 0x80000000u, nullptr) < leaf) return {};
+  __cpuid_count(leaf, subleaf, r.a, r.b, r.c, r.d);
+  return r;
+}
+
+bool bit(uint32_t word, int index) { return ((word >> index) & 1u) != 0; }
+
+// The register state the operating system saves (XCR0), zero without OSXSAVE.
+uint64_t saved_state() {
+  if (!bit(cpuid(1, 0).c, 27)) return 0;
+  uint32_t low, high;
+  __asm__ volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+  return (uint64_t{high} << 32) | low;
+}
+
+bool has_saved(uint64_t mask) { return (saved_state() & mask) == mask; }
+
+constexpr uint64_t kYmmState = 0x6;   // SSE, AVX
+constexpr uint64_t kZmmState = 0xe6;  // and opmask, upper ZMM, high ZMM
+
+}  // namespace
+
+bool cpu_supports_avx2() {
+  const Registers basic = cpuid(1, 0), extended = cpuid(7, 0);
+  const bool fma = bit(basic.c, 12), avx = bit(basic.c, 28), f16c = bit(basic.c, 29);
+  return has_saved(kYmmState) && fma && avx && f16c && bit(extended.b, 5);
+}
+
+bool cpu_supports_avx512() {
+  const Registers extended = cpuid(7, 0);
+  const bool f = bit(extended.b, 16), dq = bit(extended.b, 17);
+  const bool bw = bit(extended.b, 30), vl = bit(extended.b, 31);
+  return cpu_supports_avx2() && has_saved(kZmmState) && f && dq && bw && vl;
+}
+
+bool cpu_supports_avx512_vnni() { return cpu_supports_avx512() && bit(cpuid(7, 0).c, 11); }
+#endif
+
+}  // namespace moestro

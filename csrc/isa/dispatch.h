@@ -1,0 +1,20 @@
+// Which kernel table runs.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "isa/table.h"
+
+namespace moestro {
+
+// The active table: the best the machine supports unless set_isa() chose another.
+const IsaTable& isa();
+// Throws Error(kUnsupportedOp) if the name is unknown or the machine lacks the instructions.
+void set_isa(const std::string& name);
+// Names of all tables that this machine can run, plainest first.
+std::vector<std::string> supported_isas();
+// Names of all tables in this build.
+std::vector<std::string> built_isas();
+
+}  // namespace moestro

@@ -1,0 +1,13 @@
+// The reference table: plain C++, any machine.
+#include "isa/prelude.h"
+
+namespace moestro {
+namespace {
+#include "simd/scalar.h"
+//
+#include "micro/dot_scalar.h"
+//
+#include "algo/make_table.h"
+}  // namespace
+constinit const IsaTable k_scalar = make_table("scalar");
+}  // namespace moestro

@@ -1,0 +1,2 @@
+// Integer dot.
+#pragma once

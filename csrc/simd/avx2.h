@@ -1,0 +1,173 @@
+// Sixteen lanes in two ymm (AVX2, FMA, F16C). See scalar.h for what each function means.
+#pragma once
+
+constexpr int kLanes = 16;
+constexpr int kBlockTokens = 3;
+constexpr int kBlockTiles = 1;
+
+struct F32 {
+  __m256 a, b;
+};
+struct I32 {
+  __m256i a, b;
+};
+struct U8 {
+  __m256i a, b;
+};
+
+inline F32 f_set1(float x) {
+  const __m256 v = _mm256_set1_ps(x);
+  return {v, v};
+}
+inline F32 f_zero() { return {_mm256_setzero_ps(), _mm256_setzero_ps()}; }
+inline F32 f_load(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
+inline void f_store(float* p, F32 x) {
+  _mm256_storeu_ps(p, x.a);
+  _mm256_storeu_ps(p + 8, x.b);
+}
+// All ones in lanes below n, for lanes first..first+7.
+inline __m256i lane_mask(int n, int first) {
+  const __m256i index = _mm256_add_epi32(_mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7),
+                                         _mm256_set1_epi32(first));
+  return _mm256_cmpgt_epi32(_mm256_set1_epi32(n), index);
+}
+inline F32 f_load_n(const float* p, int n) {
+  return {_mm256_maskload_ps(p, lane_mask(n, 0)), _mm256_maskload_ps(p + 8, lane_mask(n, 8))};
+}
+inline void f_store_n(float* p, int n, F32 x) {
+  _mm256_maskstore_ps(p, lane_mask(n, 0), x.a);
+  _mm256_maskstore_ps(p + 8, lane_mask(n, 8), x.b);
+}
+inline F32 f_add(F32 x, F32 y) { return {_mm256_add_ps(x.a, y.a), _mm256_add_ps(x.b, y.b)}; }
+inline F32 f_sub(F32 x, F32 y) { return {_mm256_sub_ps(x.a, y.a), _mm256_sub_ps(x.b, y.b)}; }
+inline F32 f_mul(F32 x, F32 y) { return {_mm256_mul_ps(x.a, y.a), _mm256_mul_ps(x.b, y.b)}; }
+inline F32 f_div(F32 x, F32 y) { return {_mm256_div_ps(x.a, y.a), _mm256_div_ps(x.b, y.b)}; }
+inline F32 f_fma(F32 x, F32 y, F32 z) {
+  return {_mm256_fmadd_ps(x.a, y.a, z.a), _mm256_fmadd_ps(x.b, y.b, z.b)};
+}
+inline F32 f_max(F32 x, F32 y) { return {_mm256_max_ps(x.a, y.a), _mm256_max_ps(x.b, y.b)}; }
+inline F32 f_min(F32 x, F32 y) { return {_mm256_min_ps(x.a, y.a), _mm256_min_ps(x.b, y.b)}; }
+inline F32 f_abs(F32 x) {
+  const __m256 mask = _mm256_castsi256_ps(_mm256_set1_epi32(0x7fffffff));
+  return {_mm256_and_ps(x.a, mask), _mm256_and_ps(x.b, mask)};
+}
+inline F32 f_sqrt(F32 x) { return {_mm256_sqrt_ps(x.a), _mm256_sqrt_ps(x.b)}; }
+inline F32 f_select_lt(F32 p, F32 q, F32 x, F32 y) {
+  return {_mm256_blendv_ps(y.a, x.a, _mm256_cmp_ps(p.a, q.a, _CMP_LT_OQ)),
+          _mm256_blendv_ps(y.b, x.b, _mm256_cmp_ps(p.b, q.b, _CMP_LT_OQ))};
+}
+inline F32 f_keep_n(F32 x, int n, float fill) {
+  const __m256 f = _mm256_set1_ps(fill);
+  return {_mm256_blendv_ps(f, x.a, _mm256_castsi256_ps(lane_mask(n, 0))),
+          _mm256_blendv_ps(f, x.b, _mm256_castsi256_ps(lane_mask(n, 8)))};
+}
+inline float f_sum(F32 x) {
+  const __m256 b = _mm256_add_ps(x.a, x.b);
+  const __m128 c = _mm_add_ps(_mm256_castps256_ps128(b), _mm256_extractf128_ps(b, 1));
+  const __m128 d = _mm_add_ps(c, _mm_movehl_ps(c, c));
+  return _mm_cvtss_f32(_mm_add_ss(d, _mm_shuffle_ps(d, d, 1)));
+}
+inline float f_max_lane(F32 x) {
+  const __m256 b = _mm256_max_ps(x.a, x.b);
+  const __m128 c = _mm_max_ps(_mm256_castps256_ps128(b), _mm256_extractf128_ps(b, 1));
+  const __m128 d = _mm_max_ps(c, _mm_movehl_ps(c, c));
+  return _mm_cvtss_f32(_mm_max_ss(d, _mm_shuffle_ps(d, d, 1)));
+}
+inline __m128i load128(const void* p) { return _mm_loadu_si128(static_cast<const __m128i*>(p)); }
+inline F32 f_load_f16(const uint16_t* p) {
+  return {_mm256_cvtph_ps(load128(p)), _mm256_cvtph_ps(load128(p + 8))};
+}
+inline __m256 widen_bf16(__m128i h) {
+  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(h), 16));
+}
+inline F32 f_load_bf16(const uint16_t* p) {
+  return {widen_bf16(load128(p)), widen_bf16(load128(p + 8))};
+}
+inline void f_store_f16(uint16_t* p, F32 x) {
+  constexpr int kRound = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtps_ph(x.a, kRound));
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p + 8), _mm256_cvtps_ph(x.b, kRound));
+}
+inline void f_store_bf16(uint16_t* p, F32 x) {
+  float lanes[16];
+  f_store(lanes, x);
+  for (int i = 0; i < 16; ++i) p[i] = f32_to_bf16(lanes[i]);
+}
+inline void f_load_bf16_pairs(const uint16_t* p, F32& even, F32& odd) {
+  const __m256i x = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+  const __m256i y = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p + 16));
+  const __m256i mask = _mm256_set1_epi32(int(0xffff0000u));
+  even = {_mm256_castsi256_ps(_mm256_slli_epi32(x, 16)),
+          _mm256_castsi256_ps(_mm256_slli_epi32(y, 16))};
+  odd = {_mm256_castsi256_ps(_mm256_and_si256(x, mask)),
+         _mm256_castsi256_ps(_mm256_and_si256(y, mask))};
+}
+
+inline I32 i_set1(int32_t x) {
+  const __m256i v = _mm256_set1_epi32(x);
+  return {v, v};
+}
+inline I32 i_add(I32 x, I32 y) {
+  return {_mm256_add_epi32(x.a, y.a), _mm256_add_epi32(x.b, y.b)};
+}
+inline void i_store(int32_t* p, I32 x) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), x.a);
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p + 8), x.b);
+}
+inline F32 f_load_i8(const int8_t* p) {
+  const __m128i x = load128(p);
+  return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(x)),
+          _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_srli_si128(x, 8)))};
+}
+inline F32 f_load_u8(const uint8_t* p) {
+  const __m128i x = load128(p);
+  return {_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(x)),
+          _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_srli_si128(x, 8)))};
+}
+inline F32 f_from_i(I32 x) { return {_mm256_cvtepi32_ps(x.a), _mm256_cvtepi32_ps(x.b)}; }
+inline I32 i_from_f(F32 x) { return {_mm256_cvtps_epi32(x.a), _mm256_cvtps_epi32(x.b)}; }
+inline F32 f_pow2i(I32 n) {
+  const __m256i bias = _mm256_set1_epi32(127);
+  return {_mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(n.a, bias), 23)),
+          _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(n.b, bias), 23))};
+}
+inline __m128i narrow_to_i16(__m256i x) {
+  return _mm_packs_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));
+}
+inline void i_store_i8(int8_t* p, I32 x) {
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p),
+                   _mm_packs_epi16(narrow_to_i16(x.a), narrow_to_i16(x.b)));
+}
+
+inline U8 u8_load(const uint8_t* p) {
+  return {_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)),
+          _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p + 32))};
+}
+inline void u8_store(uint8_t* p, U8 x) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), x.a);
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p + 32), x.b);
+}
+inline U8 u8_low_nibbles(U8 x) {
+  const __m256i mask = _mm256_set1_epi8(15);
+  return {_mm256_and_si256(x.a, mask), _mm256_and_si256(x.b, mask)};
+}
+inline U8 u8_high_nibbles(U8 x) {
+  const __m256i mask = _mm256_set1_epi8(15);
+  return {_mm256_and_si256(_mm256_srli_epi16(x.a, 4), mask),
+          _mm256_and_si256(_mm256_srli_epi16(x.b, 4), mask)};
+}
+template <int kShift>
+inline __m256i bits2_to_4(__m256i high) {
+  if constexpr (kShift <= 4) {
+    high = _mm256_slli_epi16(high, 4 - kShift);
+  } else {
+    high = _mm256_srli_epi16(high, kShift - 4);
+  }
+  return _mm256_and_si256(high, _mm256_set1_epi8(0x30));
+}
+template <int kShift>
+inline U8 u8_add_bits2(U8 low, U8 high) {
+  return {_mm256_or_si256(low.a, bits2_to_4<kShift>(high.a)),
+          _mm256_or_si256(low.b, bits2_to_4<kShift>(high.b))};
+}
+inline void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }

@@ -1,0 +1,118 @@
+// Sixteen lanes in one zmm (AVX-512 F, BW, VL, DQ). See scalar.h for what each function means.
+#pragma once
+
+constexpr int kLanes = 16;
+constexpr int kBlockTokens = 6;
+constexpr int kBlockTiles = 2;
+
+using F32 = __m512;
+using I32 = __m512i;
+struct U8 {
+  __m512i v;
+};
+
+inline F32 f_set1(float x) { return _mm512_set1_ps(x); }
+inline F32 f_zero() { return _mm512_setzero_ps(); }
+inline F32 f_load(const float* p) { return _mm512_loadu_ps(p); }
+inline void f_store(float* p, F32 a) { _mm512_storeu_ps(p, a); }
+inline __mmask16 first_lanes(int n) {
+  return n >= 16 ? __mmask16(0xffff) : n <= 0 ? __mmask16(0) : __mmask16((1u << n) - 1);
+}
+inline F32 f_load_n(const float* p, int n) { return _mm512_maskz_loadu_ps(first_lanes(n), p); }
+inline void f_store_n(float* p, int n, F32 a) { _mm512_mask_storeu_ps(p, first_lanes(n), a); }
+inline F32 f_add(F32 a, F32 b) { return _mm512_add_ps(a, b); }
+inline F32 f_sub(F32 a, F32 b) { return _mm512_sub_ps(a, b); }
+inline F32 f_mul(F32 a, F32 b) { return _mm512_mul_ps(a, b); }
+inline F32 f_div(F32 a, F32 b) { return _mm512_div_ps(a, b); }
+inline F32 f_fma(F32 a, F32 b, F32 c) { return _mm512_fmadd_ps(a, b, c); }
+inline F32 f_max(F32 a, F32 b) { return _mm512_max_ps(a, b); }
+inline F32 f_min(F32 a, F32 b) { return _mm512_min_ps(a, b); }
+inline F32 f_abs(F32 a) {
+  return _mm512_castsi512_ps(
+      _mm512_and_si512(_mm512_castps_si512(a), _mm512_set1_epi32(0x7fffffff)));
+}
+inline F32 f_sqrt(F32 a) { return _mm512_sqrt_ps(a); }
+inline F32 f_select_lt(F32 a, F32 b, F32 x, F32 y) {
+  return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(a, b, _CMP_LT_OQ), y, x);
+}
+inline F32 f_keep_n(F32 a, int n, float fill) {
+  return _mm512_mask_blend_ps(first_lanes(n), _mm512_set1_ps(fill), a);
+}
+inline float f_sum(F32 a) {
+  const __m256 b = _mm256_add_ps(_mm512_castps512_ps256(a), _mm512_extractf32x8_ps(a, 1));
+  const __m128 c = _mm_add_ps(_mm256_castps256_ps128(b), _mm256_extractf128_ps(b, 1));
+  const __m128 d = _mm_add_ps(c, _mm_movehl_ps(c, c));
+  return _mm_cvtss_f32(_mm_add_ss(d, _mm_shuffle_ps(d, d, 1)));
+}
+inline float f_max_lane(F32 a) {
+  const __m256 b = _mm256_max_ps(_mm512_castps512_ps256(a), _mm512_extractf32x8_ps(a, 1));
+  const __m128 c = _mm_max_ps(_mm256_castps256_ps128(b), _mm256_extractf128_ps(b, 1));
+  const __m128 d = _mm_max_ps(c, _mm_movehl_ps(c, c));
+  return _mm_cvtss_f32(_mm_max_ss(d, _mm_shuffle_ps(d, d, 1)));
+}
+inline F32 f_load_f16(const uint16_t* p) {
+  return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+}
+inline F32 f_load_bf16(const uint16_t* p) {
+  const __m256i h = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(h), 16));
+}
+inline void f_store_f16(uint16_t* p, F32 a) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p),
+                      _mm512_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+}
+inline void f_store_bf16(uint16_t* p, F32 a) {
+  const __m512i u = _mm512_castps_si512(a);
+  const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(u, 16), _mm512_set1_epi32(1));
+  const __m512i rounded =
+      _mm512_srli_epi32(_mm512_add_epi32(u, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff))), 16);
+  const __m512i quiet = _mm512_or_si512(_mm512_srli_epi32(u, 16), _mm512_set1_epi32(0x40));
+  const __mmask16 nan = _mm512_cmp_ps_mask(a, a, _CMP_UNORD_Q);
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p),
+                      _mm512_cvtepi32_epi16(_mm512_mask_blend_epi32(nan, rounded, quiet)));
+}
+inline void f_load_bf16_pairs(const uint16_t* p, F32& even, F32& odd) {
+  const __m512i w = _mm512_loadu_si512(p);
+  even = _mm512_castsi512_ps(_mm512_slli_epi32(w, 16));
+  odd = _mm512_castsi512_ps(_mm512_and_si512(w, _mm512_set1_epi32(int(0xffff0000u))));
+}
+
+inline I32 i_set1(int32_t x) { return _mm512_set1_epi32(x); }
+inline I32 i_add(I32 a, I32 b) { return _mm512_add_epi32(a, b); }
+inline void i_store(int32_t* p, I32 a) { _mm512_storeu_si512(p, a); }
+inline F32 f_load_i8(const int8_t* p) {
+  return _mm512_cvtepi32_ps(
+      _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
+}
+inline F32 f_load_u8(const uint8_t* p) {
+  return _mm512_cvtepi32_ps(
+      _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
+}
+inline F32 f_from_i(I32 a) { return _mm512_cvtepi32_ps(a); }
+inline I32 i_from_f(F32 a) { return _mm512_cvtps_epi32(a); }
+inline F32 f_pow2i(I32 n) {
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_add_epi32(n, _mm512_set1_epi32(127)), 23));
+}
+inline void i_store_i8(int8_t* p, I32 a) {
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtsepi32_epi8(a));
+}
+
+inline U8 u8_load(const uint8_t* p) { return {_mm512_loadu_si512(p)}; }
+inline void u8_store(uint8_t* p, U8 a) { _mm512_storeu_si512(p, a.v); }
+inline U8 u8_low_nibbles(U8 a) { return {_mm512_and_si512(a.v, _mm512_set1_epi8(15))}; }
+inline U8 u8_high_nibbles(U8 a) {
+  return {_mm512_and_si512(_mm512_srli_epi16(a.v, 4), _mm512_set1_epi8(15))};
+}
+template <int kShift>
+inline U8 u8_add_bits2(U8 low, U8 high) {
+  const __m512i mask = _mm512_set1_epi8(0x30);
+  __m512i bits;
+  if constexpr (kShift <= 4) {
+    bits = _mm512_slli_epi16(high.v, 4 - kShift);
+  } else {
+    bits = _mm512_srli_epi16(high.v, kShift - 4);
+  }
+  // low | (bits & mask)
+  return {_mm512_ternarylogic_epi64(low.v, bits, mask, 0xf8)};
+}
+inline void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }

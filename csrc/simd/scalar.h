@@ -1,0 +1,186 @@
+// Sixteen logical lanes as plain arrays: the reference of the other simd/ headers, and what any
+// machine can run. Included inside the anonymous namespace of one isa/*.cpp; the three headers of
+// this folder define the same names, and algo/ is written against those names alone.
+#pragma once
+
+constexpr int kLanes = 16;
+constexpr int kBlockTokens = 4;  // tokens per register block of the matrix kernels
+constexpr int kBlockTiles = 1;   // tiles per register block
+
+struct F32 {
+  float v[16];
+};
+struct I32 {
+  int32_t v[16];
+};
+struct U8 {
+  uint8_t v[64];
+};
+
+#define MOESTRO_LANES(expression)  \
+  for (int i = 0; i < 16; ++i) {   \
+    expression;                    \
+  }
+
+inline F32 f_set1(float x) {
+  F32 r;
+  MOESTRO_LANES(r.v[i] = x)
+  return r;
+}
+inline F32 f_zero() { return f_set1(0.0f); }
+inline F32 f_load(const float* p) {
+  F32 r;
+  MOESTRO_LANES(r.v[i] = p[i])
+  return r;
+}
+inline void f_store(float* p, F32 a) { MOESTRO_LANES(p[i] = a.v[i]) }
+// The first n lanes from memory, zero in the rest.
+inline F32 f_load_n(const float* p, int n) {
+  F32 r;
+  MOESTRO_LANES(r.v[i] = i < n ? p[i] : 0.0f)
+  return r;
+}
+inline void f_store_n(float* p, int n, F32 a) {
+  for (int i = 0; i < n; ++i) p[i] = a.v[i];
+}
+inline F32 f_add(F32 a, F32 b) {
+  MOESTRO_LANES(a.v[i] = a.v[i] + b.v[i])
+  return a;
+}
+inline F32 f_sub(F32 a, F32 b) {
+  MOESTRO_LANES(a.v[i] = a.v[i] - b.v[i])
+  return a;
+}
+inline F32 f_mul(F32 a, F32 b) {
+  MOESTRO_LANES(a.v[i] = a.v[i] * b.v[i])
+  return a;
+}
+inline F32 f_div(F32 a, F32 b) {
+  MOESTRO_LANES(a.v[i] = a.v[i] / b.v[i])
+  return a;
+}
+// a * b + c, rounded once.
+inline F32 f_fma(F32 a, F32 b, F32 c) {
+  MOESTRO_LANES(a.v[i] = std::fma(a.v[i], b.v[i], c.v[i]))
+  return a;
+}
+// a > b ? a : b, so the second operand where either is NaN (as x86 does it).
+inline F32 f_max(F32 a, F32 b) {
+  MOESTRO_LANES(a.v[i] = a.v[i] > b.v[i] ? a.v[i] : b.v[i])
+  return a;
+}
+inline F32 f_min(F32 a, F32 b) {
+  MOESTRO_LANES(a.v[i] = a.v[i] < b.v[i] ? a.v[i] : b.v[i])
+  return a;
+}
+inline F32 f_abs(F32 a) {
+  MOESTRO_LANES(a.v[i] = std::bit_cast<float>(std::bit_cast<uint32_t>(a.v[i]) & 0x7fffffffu))
+  return a;
+}
+inline F32 f_sqrt(F32 a) {
+  MOESTRO_LANES(a.v[i] = std::sqrt(a.v[i]))
+  return a;
+}
+// a < b ? x : y in each lane (false where unordered).
+inline F32 f_select_lt(F32 a, F32 b, F32 x, F32 y) {
+  MOESTRO_LANES(x.v[i] = a.v[i] < b.v[i] ? x.v[i] : y.v[i])
+  return x;
+}
+// Lanes n.. replaced by fill.
+inline F32 f_keep_n(F32 a, int n, float fill) {
+  MOESTRO_LANES(a.v[i] = i < n ? a.v[i] : fill)
+  return a;
+}
+// One fixed tree on every ISA: 16 -> 8 -> 4 -> 2 -> 1, lane i with lane i + half.
+inline float f_sum(F32 a) {
+  for (int half = 8; half > 0; half /= 2)
+    for (int i = 0; i < half; ++i) a.v[i] = a.v[i] + a.v[i + half];
+  return a.v[0];
+}
+inline float f_max_lane(F32 a) {
+  for (int half = 8; half > 0; half /= 2)
+    for (int i = 0; i < half; ++i) a.v[i] = a.v[i] > a.v[i + half] ? a.v[i] : a.v[i + half];
+  return a.v[0];
+}
+inline F32 f_load_f16(const uint16_t* p) {
+  F32 r;
+  MOESTRO_LANES(r.v[i] = f16_to_f32(p[i]))
+  return r;
+}
+inline F32 f_load_bf16(const uint16_t* p) {
+  F32 r;
+  MOESTRO_LANES(r.v[i] = bf16_to_f32(p[i]))
+  return r;
+}
+inline void f_store_f16(uint16_t* p, F32 a) { MOESTRO_LANES(p[i] = f32_to_f16(a.v[i])) }
+inline void f_store_bf16(uint16_t* p, F32 a) { MOESTRO_LANES(p[i] = f32_to_bf16(a.v[i])) }
+// 32 interleaved bf16: even elements and odd elements.
+inline void f_load_bf16_pairs(const uint16_t* p, F32& even, F32& odd) {
+  MOESTRO_LANES(even.v[i] = bf16_to_f32(p[2 * i]); odd.v[i] = bf16_to_f32(p[2 * i + 1]))
+}
+
+inline I32 i_set1(int32_t x) {
+  I32 r;
+  MOESTRO_LANES(r.v[i] = x)
+  return r;
+}
+inline I32 i_add(I32 a, I32 b) {
+  MOESTRO_LANES(a.v[i] = a.v[i] + b.v[i])
+  return a;
+}
+inline void i_store(int32_t* p, I32 a) { MOESTRO_LANES(p[i] = a.v[i]) }
+// 16 signed or unsigned bytes widened.
+inline F32 f_load_i8(const int8_t* p) {
+  F32 r;
+  MOESTRO_LANES(r.v[i] = static_cast<float>(p[i]))
+  return r;
+}
+inline F32 f_load_u8(const uint8_t* p) {
+  F32 r;
+  MOESTRO_LANES(r.v[i] = static_cast<float>(p[i]))
+  return r;
+}
+inline F32 f_from_i(I32 a) {
+  F32 r;
+  MOESTRO_LANES(r.v[i] = static_cast<float>(a.v[i]))
+  return r;
+}
+// Round half to even; the caller keeps values inside int32.
+inline I32 i_from_f(F32 a) {
+  I32 r;
+  MOESTRO_LANES(r.v[i] = static_cast<int32_t>(std::nearbyint(a.v[i])))
+  return r;
+}
+// 2^n for n in -126..127.
+inline F32 f_pow2i(I32 n) {
+  F32 r;
+  MOESTRO_LANES(r.v[i] = std::bit_cast<float>(static_cast<uint32_t>(n.v[i] + 127) << 23))
+  return r;
+}
+// Each lane saturated to a signed byte.
+inline void i_store_i8(int8_t* p, I32 a) {
+  MOESTRO_LANES(p[i] = static_cast<int8_t>(std::clamp(a.v[i], -128, 127)))
+}
+
+inline U8 u8_load(const uint8_t* p) {
+  U8 r;
+  std::memcpy(r.v, p, 64);
+  return r;
+}
+inline void u8_store(uint8_t* p, U8 a) { std::memcpy(p, a.v, 64); }
+inline U8 u8_low_nibbles(U8 a) {
+  for (auto& x : a.v) x &= 15;
+  return a;
+}
+inline U8 u8_high_nibbles(U8 a) {
+  for (auto& x : a.v) x >>= 4;
+  return a;
+}
+// low | ((high >> shift) & 3) << 4
+template <int kShift>
+inline U8 u8_add_bits2(U8 low, U8 high) {
+  for (int i = 0; i < 64; ++i) low.v[i] |= ((high.v[i] >> kShift) & 3) << 4;
+  return low;
+}
+inline void prefetch(const void*) {}
+#undef MOESTRO_LANES
