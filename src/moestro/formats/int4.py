@@ -1,0 +1,172 @@
+"""4-bit integers with a float16 scale per group: symmetric, with zero point, or with minimum.
+
+Codes of 32 channels are 256 B: byte ``j*64 + c*4 + i`` (j, i in 0..3) holds channel 4j+i in its low
+and 16+4j+i in its high nibble, the pairing that GGUF's Q4_0 and Q4_1 have as well.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moestro.formats.base import LANES
+from moestro.formats.search import (
+    fit_affine,
+    fit_symmetric,
+    fit_zero_point,
+    reciprocal,
+    round_codes,
+)
+from moestro.formats.tiles import (
+    BLOCK,
+    TiledFormat,
+    assemble,
+    code_blocks,
+    f16_bytes,
+    f16_values,
+    finite_f16,
+    lane_bytes,
+    lane_values,
+    lanes_to_quads,
+    pair_nibbles,
+    quads_to_lanes,
+    split_nibbles,
+)
+
+_F16_LANES = 2 * LANES
+_BLOCK_NBYTES = LANES * BLOCK // 2
+
+# Where the extreme goes: whole levels so that weights which already lie on a 4-bit grid are found
+# exactly, finer ones around the ends of the range, and beyond it (clipping) for wider groups.
+_FINE = tuple(7 + n / 4 for n in range(1, 9))
+_SYMMETRIC = (
+    *(float(-n) for n in range(1, 8)),
+    *(-level for level in _FINE),
+    *_FINE[:5],
+)
+_CLIPPED = (*_SYMMETRIC, *(-level for level in (9.5, 10.0, 10.5, 11.0, 12.0, 13.0, 14.5, 16.0)))
+_SPREAD = (*(float(n) for n in range(1, 13)), *(13 + n / 2 for n in range(10)))
+
+
+class _Int4Base(TiledFormat):
+    prefix: str
+    header: int
+
+    def __init__(self, group_size: int) -> None:
+        self.name = f"{self.prefix}-g{group_size}" if group_size else f"{self.prefix}-row"
+        self.group_size = group_size
+
+    def tile_nbytes(self, cols: int) -> int:
+        return self.header + self.group(cols) // BLOCK * _BLOCK_NBYTES
+
+    def source_row_nbytes(self, source_type: str, cols: int) -> int:
+        return -(-cols // BLOCK) * {"Q4_0": 18, "Q4_1": 20}[source_type]
+
+    def _grouped(self, x: Tensor, importance: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        n, k = x.shape
+        group = self.group(k)
+        w = None if importance is None else importance.view(k // group, group)
+        return x.view(n, k // group, group), w
+
+    def _codes(self, tiles: Tensor) -> Tensor:
+        """float32 codes [N, G, group]."""
+        paired = lanes_to_quads(code_blocks(tiles, self.header, _BLOCK_NBYTES))
+        codes = split_nibbles(paired).to(torch.float32)
+        return codes.view(codes.shape[0], tiles.shape[1], -1)
+
+    def repack_rows(self, source_type: str, raw: Tensor) -> Tensor:
+        raise self.refuse(source_type)
+
+
+def _nibble_lanes(codes: Tensor) -> Tensor:
+    """float32 codes [N, G, group] -> [B, C, 256]."""
+    return quads_to_lanes(pair_nibbles(codes.to(torch.uint8).view(codes.shape[0], -1)))
+
+
+class Int4Format(_Int4Base):
+    """value = scale * (code - 8). Tile: 16 float16 scales, then the codes."""
+
+    prefix = "int4"
+    header = _F16_LANES
+
+    def __init__(self, group_size: int) -> None:
+        super().__init__(group_size)
+        self.exact_from = ("Q4_0",) if group_size == BLOCK else ()
+
+    def pack_rows(self, x: Tensor, importance: Tensor | None) -> Tensor:
+        grouped, w = self._grouped(x, importance)
+        levels = _SYMMETRIC if self.group_size == BLOCK else _CLIPPED
+        scale = fit_symmetric(grouped, w, lo=-8, hi=7, levels=levels)
+        codes = round_codes(grouped, scale, -8, 7).add_(8)
+        return assemble([f16_bytes(scale.squeeze(-1).to(torch.float16))], _nibble_lanes(codes))
+
+    def repack_rows(self, source_type: str, raw: Tensor) -> Tensor:
+        blocks = raw.view(raw.shape[0], -1, 18)  # Q4_0: float16 d, 16 bytes of nibble pairs
+        scale = finite_f16(blocks[:, :, :2], "Q4_0 scale")
+        return assemble([f16_bytes(scale)], quads_to_lanes(blocks[:, :, 2:]))
+
+    def unpack_rows(self, tiles: Tensor) -> Tensor:
+        scale = f16_values(tiles[:, :, :_F16_LANES])
+        values = self._codes(tiles).sub_(8) * scale.unsqueeze(-1)
+        return values.view(scale.shape[0], -1)
+
+
+class Int4ZeroFormat(_Int4Base):
+    """value = scale * (code - zero). Tile: 16 float16 scales, 16 zero points 0..15, the codes."""
+
+    prefix = "int4z"
+    header = _F16_LANES + LANES
+
+    def pack_rows(self, x: Tensor, importance: Tensor | None) -> Tensor:
+        grouped, w = self._grouped(x, importance)
+        scale, zero = fit_zero_point(grouped, w, hi=15, levels=_SPREAD)
+        codes = (grouped * reciprocal(scale)).round_().add_(zero).clamp_(0, 15)
+        headers = [
+            f16_bytes(scale.squeeze(-1).to(torch.float16)),
+            lane_bytes(zero.squeeze(-1).to(torch.uint8), 1),
+        ]
+        return assemble(headers, _nibble_lanes(codes))
+
+    def unpack_rows(self, tiles: Tensor) -> Tensor:
+        scale = f16_values(tiles[:, :, :_F16_LANES])
+        zero = lane_values(tiles[:, :, _F16_LANES : self.header], 1).to(torch.float32)
+        values = self._codes(tiles).sub_(zero.unsqueeze(-1)) * scale.unsqueeze(-1)
+        return values.view(scale.shape[0], -1)
+
+
+class Int4MinFormat(_Int4Base):
+    """value = scale * code + minimum. Tile: 16 float16 scales, 16 float16 minima, the codes."""
+
+    prefix = "int4m"
+    header = 2 * _F16_LANES
+    pads_with_last = True
+
+    def __init__(self, group_size: int) -> None:
+        super().__init__(group_size)
+        self.exact_from = ("Q4_1",) if group_size == BLOCK else ()
+
+    def pack_rows(self, x: Tensor, importance: Tensor | None) -> Tensor:
+        grouped, w = self._grouped(x, importance)
+        scale, low = fit_affine(grouped, w, hi=15, levels=_SPREAD)
+        codes = ((grouped - low) * reciprocal(scale)).round_().clamp_(0, 15)
+        headers = [f16_bytes(part.squeeze(-1).to(torch.float16)) for part in (scale, low)]
+        return assemble(headers, _nibble_lanes(codes))
+
+    def repack_rows(self, source_type: str, raw: Tensor) -> Tensor:
+        blocks = raw.view(raw.shape[0], -1, 20)  # Q4_1: float16 d, float16 m, 16 nibble pairs
+        scale = finite_f16(blocks[:, :, :2], "Q4_1 scale")
+        low = finite_f16(blocks[:, :, 2:4], "Q4_1 minimum")
+        return assemble([f16_bytes(scale), f16_bytes(low)], quads_to_lanes(blocks[:, :, 4:]))
+
+    def unpack_rows(self, tiles: Tensor) -> Tensor:
+        scale = f16_values(tiles[:, :, :_F16_LANES])
+        low = f16_values(tiles[:, :, _F16_LANES : self.header])
+        values = self._codes(tiles) * scale.unsqueeze(-1) + low.unsqueeze(-1)
+        return values.view(scale.shape[0], -1)
+
+
+FORMATS: tuple[_Int4Base, ...] = (
+    *(Int4Format(group) for group in (32, 64, 128, 0)),
+    *(Int4ZeroFormat(group) for group in (32, 64, 128)),
+    *(Int4MinFormat(group) for group in (32, 64, 128)),
+)
