@@ -1,0 +1,33 @@
+"""Mixture of experts: a router, its experts, and an optional expert that every token passes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from moestro.nn.buffers import Buffers, Scratch
+from moestro.nn.mlp import Experts, FeedForward
+from moestro.nn.router import SoftmaxRouter
+from moestro.ops.contracts import Ops
+
+
+@dataclass(frozen=True, kw_only=True)
+class MixtureOfExperts:
+    """out [T, H] += the routed experts' weighted sum (+ the shared expert) of x [T, H]."""
+
+    router: SoftmaxRouter
+    experts: Experts
+    shared: FeedForward | None = None
+
+    def scratch(self) -> Iterator[Scratch]:
+        yield from self.router.scratch()
+        if self.shared is not None:
+            yield from self.shared.scratch()
+
+    def forward(self, ops: Ops, x: Tensor, out: Tensor, rows: Tensor, buffers: Buffers) -> None:
+        ids, weights = self.router.forward(ops, x, rows, buffers)
+        self.experts.forward(ops, x, ids, weights, out, rows, accumulate=True)
+        if self.shared is not None:
+            self.shared.forward(ops, x, out, rows, buffers)
