@@ -1,5 +1,8 @@
-// Float row kernels over the 16-lane names of simd/. Included in the anonymous namespace of each ISA.
+// Float row kernels over the 16-lane names of simd/. Included in the anonymous namespace of each
+// ISA.
 #pragma once
+
+#include "algo/math.h"
 
 inline void add_row(float* acc, const float* x, int n) {
   int i = 0;

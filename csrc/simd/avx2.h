@@ -27,8 +27,8 @@ inline void f_store(float* p, F32 x) {
 }
 // All ones in lanes below n, for lanes first..first+7.
 inline __m256i lane_mask(int n, int first) {
-  const __m256i index = _mm256_add_epi32(_mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7),
-                                         _mm256_set1_epi32(first));
+  const __m256i index =
+      _mm256_add_epi32(_mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7), _mm256_set1_epi32(first));
   return _mm256_cmpgt_epi32(_mm256_set1_epi32(n), index);
 }
 inline F32 f_load_n(const float* p, int n) {
@@ -107,9 +107,7 @@ inline I32 i_set1(int32_t x) {
   const __m256i v = _mm256_set1_epi32(x);
   return {v, v};
 }
-inline I32 i_add(I32 x, I32 y) {
-  return {_mm256_add_epi32(x.a, y.a), _mm256_add_epi32(x.b, y.b)};
-}
+inline I32 i_add(I32 x, I32 y) { return {_mm256_add_epi32(x.a, y.a), _mm256_add_epi32(x.b, y.b)}; }
 inline void i_store(int32_t* p, I32 x) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), x.a);
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p + 8), x.b);
@@ -130,6 +128,13 @@ inline F32 f_pow2i(I32 n) {
   const __m256i bias = _mm256_set1_epi32(127);
   return {_mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(n.a, bias), 23)),
           _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(n.b, bias), 23))};
+}
+// In two exact halves unless the result is subnormal; then only the second rounds.
+inline F32 f_ldexp(F32 x, F32 n) {
+  const I32 whole = i_from_f(n);
+  const I32 half = {_mm256_srai_epi32(whole.a, 1), _mm256_srai_epi32(whole.b, 1)};
+  const I32 rest = {_mm256_sub_epi32(whole.a, half.a), _mm256_sub_epi32(whole.b, half.b)};
+  return f_mul(f_mul(x, f_pow2i(half)), f_pow2i(rest));
 }
 inline __m128i narrow_to_i16(__m256i x) {
   return _mm_packs_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));

@@ -93,6 +93,7 @@ inline I32 i_from_f(F32 a) { return _mm512_cvtps_epi32(a); }
 inline F32 f_pow2i(I32 n) {
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_add_epi32(n, _mm512_set1_epi32(127)), 23));
 }
+inline F32 f_ldexp(F32 a, F32 n) { return _mm512_scalef_ps(a, n); }
 inline void i_store_i8(int8_t* p, I32 a) {
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtsepi32_epi8(a));
 }

@@ -17,9 +17,9 @@ struct U8 {
   uint8_t v[64];
 };
 
-#define MOESTRO_LANES(expression)  \
-  for (int i = 0; i < 16; ++i) {   \
-    expression;                    \
+#define MOESTRO_LANES(expression) \
+  for (int i = 0; i < 16; ++i) {  \
+    expression;                   \
   }
 
 inline F32 f_set1(float x) {
@@ -156,6 +156,11 @@ inline F32 f_pow2i(I32 n) {
   F32 r;
   MOESTRO_LANES(r.v[i] = std::bit_cast<float>(static_cast<uint32_t>(n.v[i] + 127) << 23))
   return r;
+}
+// a * 2^n for whole n in -250..250, rounded once; NaN where a or n is.
+inline F32 f_ldexp(F32 a, F32 n) {
+  MOESTRO_LANES(a.v[i] = n.v[i] == n.v[i] ? std::ldexp(a.v[i], static_cast<int>(n.v[i])) : n.v[i])
+  return a;
 }
 // Each lane saturated to a signed byte.
 inline void i_store_i8(int8_t* p, I32 a) {

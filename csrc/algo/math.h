@@ -1,0 +1,36 @@
+// Elementary functions on sixteen lanes, the same bits on every ISA. Included in the anonymous
+// namespace of each ISA, after its simd/ header.
+#pragma once
+
+// e^x, error below one unit in the last place; 0 at -inf, inf above 88.73, NaN for NaN.
+//
+// x = n ln 2 + r with |r| <= ln(2) / 2 (Cody and Waite: n * kLn2High is exact, so is the first
+// difference), e^r = 1 + r + r^2 q(r) with q interpolated at the Chebyshev nodes of that interval
+// (relative error of the sum 2^-27), and 2^n is applied with one rounding, so that subnormal
+// results are right too.
+inline F32 f_exp(F32 x) {
+  constexpr float kRoundToWhole = 0x1.8p23f;
+  constexpr float kLn2High = 0x1.62e4p-1f, kLn2Low = 0x1.7f7d1cp-20f;
+  // Beyond these the result is 0 or inf anyway. f_max and f_min keep a NaN in the second operand.
+  x = f_min(f_set1(90.0f), f_max(f_set1(-105.0f), x));
+  const F32 whole = f_set1(kRoundToWhole);
+  const F32 n = f_sub(f_fma(x, f_set1(0x1.715476p+0f), whole), whole);
+  F32 r = f_fma(n, f_set1(-kLn2High), x);
+  r = f_fma(n, f_set1(-kLn2Low), r);
+  F32 p = f_fma(f_set1(0x1.6c82fp-10f), r, f_set1(0x1.122544p-7f));
+  p = f_fma(p, r, f_set1(0x1.5555bep-5f));
+  p = f_fma(p, r, f_set1(0x1.5554b2p-3f));
+  p = f_fma(p, r, f_set1(0.5f));
+  p = f_fma(p, r, f_set1(1.0f));
+  p = f_fma(p, r, f_set1(1.0f));
+  return f_ldexp(p, n);
+}
+
+// 1 / (1 + e^-x). e^-x may overflow: 1 / inf is the right limit.
+inline F32 f_sigmoid(F32 x) {
+  const F32 one = f_set1(1.0f);
+  return f_div(one, f_add(one, f_exp(f_sub(f_zero(), x))));
+}
+
+// x / (1 + e^-x), finite for every finite x (arXiv:1702.03118).
+inline F32 f_silu(F32 x) { return f_div(x, f_add(f_set1(1.0f), f_exp(f_sub(f_zero(), x)))); }
