@@ -48,6 +48,10 @@ def test_every_file_says_what_it_owns():
     none_of(layout.missing_docstrings(ROOT))
 
 
+def test_no_handler_swallows_every_error():
+    none_of(layout.swallowing_handlers(ROOT))
+
+
 def test_tests_mirror_the_source():
     none_of(layout.unmirrored(ROOT))
 

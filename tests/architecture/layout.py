@@ -14,14 +14,17 @@ _LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 
 
 def folders_with_files(root: Path, *tops: str) -> set[str]:
-    """Folders below the tops that hold a file of their own (caches and hidden ones skipped)."""
+    """Folders below the tops that hold a file of their own (caches and hidden ones skipped).
+
+    What lies below tests/unit mirrors the source and counts as that one folder.
+    """
     found = set()
     for top in tops:
         for path in (root / top).rglob("*"):
             parts = path.relative_to(root).parts
             hidden = any(part.startswith(".") or part in source.SKIPPED for part in parts)
             if path.is_file() and not hidden and path.suffix not in {".pyc", ".so"}:
-                found.add("/".join(parts[:-1]))
+                found.add("/".join(parts[:2] if parts[:2] == ("tests", "unit") else parts[:-1]))
     return found
 
 
@@ -52,6 +55,24 @@ def missing_docstrings(root: Path) -> list[str]:
         text = path.read_text(encoding="utf-8").removeprefix("#pragma once").lstrip()
         if not text.startswith(("//", "/*")):
             found.append(f"{path}: no first comment saying what it owns")
+    return found
+
+
+def swallowing_handlers(root: Path) -> list[str]:
+    """Handlers of every exception that do not raise again, outside the process edges."""
+    found = []
+    for path in source.files(root, {".py"}, "src"):
+        if path.relative_to(root).parts[2] in {"cli", "server"}:
+            continue
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if not isinstance(node, ast.ExceptHandler):
+                continue
+            broad = node.type is None or getattr(node.type, "id", "") in {
+                "Exception",
+                "BaseException",
+            }
+            if broad and not any(isinstance(inner, ast.Raise) for inner in ast.walk(node)):
+                found.append(f"{path}:{node.lineno}: a handler of every exception swallows it")
     return found
 
 
