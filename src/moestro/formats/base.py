@@ -32,6 +32,8 @@ class Format(ABC):
     group_size: int
     #: names of checkpoint tensor types that pack without loss, for example ``("Q8_0",)``
     exact_from: tuple[str, ...] = ()
+    #: weights are kept as floating point numbers, not as integer codes with scales
+    is_float: bool = False
 
     @abstractmethod
     def tile_nbytes(self, cols: int) -> int:

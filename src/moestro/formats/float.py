@@ -13,6 +13,8 @@ from moestro.formats.tiles import BLOCK, TiledFormat
 class FloatFormat(TiledFormat):
     """16 channels x 32 elements of one float type; ``run`` consecutive k of a channel adjoin."""
 
+    is_float = True
+
     def __init__(self, name: str, source_type: str, dtype: torch.dtype, run: int) -> None:
         self.name = name
         self.group_size = BLOCK

@@ -1,0 +1,165 @@
+"""Turns found tensors into packed bytes: read, undo row permutations, repack or quantize, measure.
+
+One tensor, or one expert, is in memory at a time. Repacking is exact whenever the target format
+lists the source's type; anything else happens only because the policy named that format.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moestro import formats
+from moestro.checkpoints.base import Checkpoint, TensorInfo
+from moestro.core.errors import CheckpointError, UnsupportedFormat
+from moestro.formats.base import LANES, Format, require_finite
+from moestro.memory.expert_bank import PROJECTION_NAMES
+from moestro.memory.sources import FLOAT_DTYPES, ExpertsSource, Part, Source
+
+# float elements of a matrix that exist at a time while it is quantized: 32 MiB
+_SLAB_ELEMENTS = 1 << 23
+
+#: activation second moments by key, float32 [K] (or [E, K] for ``<experts key>.gate|up|down``)
+Importance = Mapping[str, Tensor]
+
+
+@dataclass
+class ErrorSum:
+    """Squared error and squared norm, summed over what was packed."""
+
+    error: float = 0.0
+    norm: float = 0.0
+
+    @property
+    def relative(self) -> float:
+        """Root of error over norm; 0 for a lossless or all-zero weight."""
+        return float((self.error / self.norm) ** 0.5) if self.norm > 0 else 0.0
+
+
+class Packer:
+    """Packs the sources of one checkpoint. ``measure``: also sum up the errors of lossy packing."""
+
+    def __init__(
+        self, checkpoint: Checkpoint, *, importance: Importance | None = None, measure: bool = False
+    ) -> None:
+        self.checkpoint = checkpoint
+        self.importance: Importance = importance or {}
+        self.measure = measure
+        self._gguf = checkpoint.container == "gguf"
+
+    def vector(self, source: Source) -> Tensor:
+        """float32 of the spec's shape. Raises CheckpointError for non-finite values."""
+        info = source.info
+        raw = self._unpermute(self.checkpoint.read(info.name), source)
+        values = _to_float(info.dtype, raw, 1, math.prod(info.shape)).to(torch.float32)
+        require_finite(values, info.name)
+        return values.reshape(source.spec.shape).contiguous()
+
+    def matrix(self, source: Source, errors: ErrorSum | None = None) -> Tensor:
+        """Packed uint8 bytes of a matrix."""
+        if source.format is None:
+            raise ValueError(f"{source.spec.key} is a vector")
+        raw = self._unpermute(self.checkpoint.read(source.info.name), source)
+        importance = self.importance.get(source.spec.key)
+        shape = (source.rows, source.cols)
+        return self._pack(source.format, source.info, raw, shape, importance, errors)
+
+    def expert(
+        self, source: ExpertsSource, index: int, errors: ErrorSum | None = None
+    ) -> list[Tensor]:
+        """Packed uint8 bytes of one expert's gate, up and down."""
+        shared: dict[str, Tensor] = {}
+        packed = []
+        for name, part in zip(PROJECTION_NAMES, source.parts, strict=True):
+            info = part.infos[0] if part.stacked else part.infos[index]
+            if info.name not in shared:
+                rows = (index, index + 1) if part.stacked else None
+                shared[info.name] = self.checkpoint.read(info.name, rows)
+            raw = _fused_rows(shared[info.name], part)
+            importance = self.importance.get(f"{source.spec.key}.{name}")
+            if importance is not None and importance.dim() == 2:
+                importance = importance[index]
+            shape = (part.rows, part.cols)
+            packed.append(self._pack(part.format, info, raw, shape, importance, errors))
+        return packed
+
+    def _pack(
+        self,
+        format_: Format,
+        info: TensorInfo,
+        raw: Tensor,
+        shape: tuple[int, int],
+        importance: Tensor | None,
+        errors: ErrorSum | None,
+    ) -> Tensor:
+        try:
+            if info.dtype in format_.exact_from:
+                return format_.pack_exact(info.dtype, raw, *shape)
+            return self._quantize(format_, info, raw, shape, importance, errors)
+        except (CheckpointError, UnsupportedFormat) as error:
+            raise type(error)(f"{self.checkpoint.path}: {info.name}: {error}") from error
+
+    def _quantize(
+        self,
+        format_: Format,
+        info: TensorInfo,
+        raw: Tensor,
+        shape: tuple[int, int],
+        importance: Tensor | None,
+        errors: ErrorSum | None,
+    ) -> Tensor:
+        """Slab by slab of rows, so that no float copy of a big matrix exists."""
+        rows, cols = shape
+        out = torch.empty(format_.nbytes(rows, cols), dtype=torch.uint8)
+        source = raw.view(rows, -1)
+        step = max(LANES, _SLAB_ELEMENTS // max(cols, 1) // LANES * LANES)
+        at = 0
+        for start in range(0, rows, step):
+            slab = source[start : start + step]
+            values = _to_float(info.dtype, slab.reshape(-1), slab.shape[0], cols)
+            packed = format_.pack(values, importance=importance)
+            out[at : at + packed.numel()] = packed
+            at += packed.numel()
+            if self.measure and errors is not None:
+                wide = values.to(torch.float32)
+                errors.norm += float(wide.square().sum(dtype=torch.float64))
+                difference = format_.unpack(packed, slab.shape[0], cols).sub_(wide)
+                errors.error += float(difference.square_().sum(dtype=torch.float64))
+        return out
+
+    def _unpermute(self, raw: Tensor, source: Source) -> Tensor:
+        """Bring rows that GGUF stores interleaved back to the order of the original model.
+
+        llama.cpp's converters turn the rows of each head from (half, i) into (i, half) order for
+        q and k of llama-family models. Rows move whole, so this is exact for quantized blocks too.
+        """
+        heads = source.spec.unpermute_heads
+        if not heads or not self._gguf:
+            return raw
+        rows = source.spec.shape[0]
+        if rows % (2 * heads):
+            raise CheckpointError(
+                f"{self.checkpoint.path}: {source.info.name} has {rows} rows, which do not divide "
+                f"into {heads} heads of two halves; the head counts in its metadata are wrong"
+            )
+        pairs = raw.view(heads, rows // heads // 2, 2, raw.numel() // rows)
+        return pairs.transpose(1, 2).reshape(-1)
+
+
+def _fused_rows(raw: Tensor, part: Part) -> Tensor:
+    """The bytes of this projection among those fused in one tensor's rows."""
+    index, count = part.fused
+    size = raw.numel() // count
+    return raw[index * size : (index + 1) * size]
+
+
+def _to_float(dtype: str, raw: Tensor, rows: int, cols: int) -> Tensor:
+    """Checkpoint bytes -> a float matrix [rows, cols]; quantized types by their exact format."""
+    if dtype in FLOAT_DTYPES:
+        return raw.contiguous().view(FLOAT_DTYPES[dtype]).view(rows, cols)
+    exact = formats.exact_for(dtype)
+    return exact.unpack(exact.pack_exact(dtype, raw, rows, cols), rows, cols)
