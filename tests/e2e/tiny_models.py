@@ -1,0 +1,208 @@
+"""Tiny random models made by transformers, written as safetensors and as GGUF, for parity tests."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from moestro import models
+
+GGUF_ARCHITECTURES = {
+    "llama": "llama",
+    "mixtral": "llama",
+    "qwen2_moe": "qwen2moe",
+    "qwen3_moe": "qwen3moe",
+}
+
+
+def make(model_type: str, *, seed: int = 0, **options: Any) -> PreTrainedModel:
+    """The family's tiny() with ``options`` changed; every weight random, biases and norms too."""
+    raw = {**models.family(model_type).tiny(), **options}
+    config = AutoConfig.for_model(raw.pop("model_type"), **raw)
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if name.endswith("norm.weight"):
+                weight.uniform_(0.5, 1.5, generator=generator)
+            else:
+                # Wide enough that attention and routing are far from uniform.
+                weight.normal_(0, 0.5 if weight.dim() == 1 else 2 * weight.shape[-1] ** -0.5,
+                               generator=generator)  # fmt: skip
+    return model
+
+
+def write_safetensors(model: PreTrainedModel, folder: Path) -> Path:
+    """As ``save_pretrained`` writes it: one tensor per expert."""
+    model.save_pretrained(folder)
+    return folder
+
+
+def write_fused(model: PreTrainedModel, folder: Path) -> Path:
+    """With the stacked expert tensors that transformers holds in memory."""
+    folder.mkdir(parents=True, exist_ok=True)
+    state = {k: v.contiguous() for k, v in model.state_dict().items()}
+    if model.config.tie_word_embeddings:
+        state.pop("lm_head.weight", None)
+    save_file(state, folder / "model.safetensors")
+    model.config.save_pretrained(folder)
+    return folder
+
+
+def change_config(folder: Path, remove: tuple[str, ...] = (), **changes: Any) -> None:
+    """Rewrite config.json, for spellings that transformers no longer writes."""
+    path = folder / "config.json"
+    raw = json.loads(path.read_text())
+    for name in remove:
+        raw.pop(name, None)
+    path.write_text(json.dumps({**raw, **changes}))
+
+
+def write_gguf(model: PreTrainedModel, path: Path, *, one_tensor_per_expert: bool = False) -> Path:
+    """As llama.cpp's converter writes the model, in F32."""
+    config = model.config
+    architecture = GGUF_ARCHITECTURES[config.model_type]
+    writer = gguf.GGUFWriter(path, architecture)
+    _add_metadata(writer, config)
+    for name, tensor in _gguf_tensors(model, one_tensor_per_expert).items():
+        writer.add_tensor(name, np.ascontiguousarray(tensor.float().numpy()))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def _add_metadata(writer: gguf.GGUFWriter, config: Any) -> None:
+    head_dim = getattr(config, "head_dim", None) or (
+        config.hidden_size // config.num_attention_heads
+    )
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_key_length(head_dim)
+    writer.add_value_length(head_dim)
+    writer.add_rope_dimension_count(head_dim)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_eos_token_id(2)
+    experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", 0)
+    if experts:
+        writer.add_expert_count(experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+    if hasattr(config, "moe_intermediate_size"):
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    if hasattr(config, "shared_expert_intermediate_size"):
+        writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
+    rope = config.rope_parameters
+    writer.add_rope_freq_base(rope["rope_theta"])
+    if rope["rope_type"] in ("linear", "yarn"):
+        writer.add_rope_scaling_type(gguf.RopeScalingType(rope["rope_type"]))
+        writer.add_rope_scaling_factor(rope["factor"])
+    if rope["rope_type"] == "yarn":
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+
+
+_GGUF_LAYER_NAMES = {
+    "input_layernorm.weight": "attn_norm.weight",
+    "post_attention_layernorm.weight": "ffn_norm.weight",
+    "self_attn.q_norm.weight": "attn_q_norm.weight",
+    "self_attn.k_norm.weight": "attn_k_norm.weight",
+    "mlp.gate.weight": "ffn_gate_inp.weight",
+    "mlp.gate_proj.weight": "ffn_gate.weight",
+    "mlp.up_proj.weight": "ffn_up.weight",
+    "mlp.down_proj.weight": "ffn_down.weight",
+    "mlp.experts.down_proj": "ffn_down_exps.weight",
+    "mlp.shared_expert.gate_proj.weight": "ffn_gate_shexp.weight",
+    "mlp.shared_expert.up_proj.weight": "ffn_up_shexp.weight",
+    "mlp.shared_expert.down_proj.weight": "ffn_down_shexp.weight",
+    "mlp.shared_expert_gate.weight": "ffn_gate_inp_shexp.weight",
+} | {
+    f"self_attn.{hf}_proj.{part}": f"attn_{gg}.{part}"
+    for hf, gg in (("q", "q"), ("k", "k"), ("v", "v"), ("o", "output"))
+    for part in ("weight", "bias")
+}
+_GGUF_NAMES = {
+    "model.embed_tokens.weight": "token_embd.weight",
+    "model.norm.weight": "output_norm.weight",
+    "lm_head.weight": "output.weight",
+}
+
+
+def _gguf_tensors(model: PreTrainedModel, one_tensor_per_expert: bool) -> dict[str, Tensor]:
+    config = model.config
+    named: dict[str, Tensor] = {}
+    for name, tensor in model.state_dict().items():
+        if name in _GGUF_NAMES:
+            if name != "lm_head.weight" or not config.tie_word_embeddings:
+                named[_GGUF_NAMES[name]] = tensor
+            continue
+        _, _, layer, rest = name.split(".", 3)
+        if rest == "mlp.experts.gate_up_proj":
+            gate, up = tensor.chunk(2, dim=1)
+            named[f"blk.{layer}.ffn_gate_exps.weight"] = gate
+            named[f"blk.{layer}.ffn_up_exps.weight"] = up
+            continue
+        if GGUF_ARCHITECTURES[config.model_type] == "llama":
+            tensor = _interleave_rope_rows(config, rest, tensor)
+        if rest == "mlp.shared_expert_gate.weight":
+            tensor = tensor[0]  # the converter squeezes it
+        named[f"blk.{layer}.{_GGUF_LAYER_NAMES[rest]}"] = tensor
+    if config.rope_parameters["rope_type"] == "llama3":
+        named["rope_freqs.weight"] = _rope_divisors(config)
+    return _unstack(named) if one_tensor_per_expert else named
+
+
+def _interleave_rope_rows(config: Any, rest: str, tensor: Tensor) -> Tensor:
+    """q and k rows of each head from half order to pair order, weights and biases."""
+    heads = {
+        "self_attn.q_proj": config.num_attention_heads,
+        "self_attn.k_proj": config.num_key_value_heads,
+    }.get(rest.rpartition(".")[0])
+    if heads is None:
+        return tensor
+    return tensor.unflatten(0, (heads, 2, -1)).transpose(1, 2).reshape(tensor.shape)
+
+
+def _rope_divisors(config: Any) -> Tensor:
+    """What the converter stores instead of the parameters: plain frequency / scaled frequency."""
+    rope: Mapping[str, float] = config.rope_parameters
+    dim = config.head_dim
+    divisors = []
+    for i in range(0, dim, 2):
+        wavelength = 2 * np.pi * rope["rope_theta"] ** (i / dim)
+        original = rope["original_max_position_embeddings"]
+        if wavelength < original / rope["high_freq_factor"]:
+            divisors.append(1.0)
+        elif wavelength > original / rope["low_freq_factor"]:
+            divisors.append(rope["factor"])
+        else:
+            smooth = (original / wavelength - rope["low_freq_factor"]) / (
+                rope["high_freq_factor"] - rope["low_freq_factor"]
+            )
+            divisors.append(1 / ((1 - smooth) / rope["factor"] + smooth))
+    return torch.tensor(divisors)
+
+
+def _unstack(named: dict[str, Tensor]) -> dict[str, Tensor]:
+    apart: dict[str, Tensor] = {}
+    for name, tensor in named.items():
+        if "_exps." in name:
+            for e, expert in enumerate(tensor):
+                apart[name.replace("_exps.weight", f".{e}.weight")] = expert
+        else:
+            apart[name] = tensor
+    return apart
