@@ -1,7 +1,117 @@
 // Packed matrix kernels over simd/ and micro/. Included in the anonymous namespace of each ISA.
 #pragma once
 
+#include "algo/decode.h"
+#include "algo/math.h"
+#include "algo/tiles_int.h"
+//
+#include "algo/tiles_float.h"
+
+// One block of 32 channels -> 32 signed bytes with scale amax / 127, rounded half to even. A block
+// with a NaN or infinity gets scale NaN and codes 0, so the result is NaN and never a plausible
+// number; one whose amax would make 127 / amax overflow counts as zero.
+constexpr float kSmallestAmax = 1e-30f;
+
+inline void quantize_block(F32 a, F32 b, const Activations& act, int64_t block) {
+  int8_t* q = act.q + block * kBlockChannels;
+  const LayoutFacts& facts = layout_facts(act.kind);
+  const float amax = f_max_lane(f_max(f_abs(a), f_abs(b)));
+  // x * 0 is NaN for NaN and infinities, and then so is the sum.
+  const float finite = f_sum(f_fma(a, f_zero(), f_mul(b, f_zero())));
+  float scale = 0.0f, inverse = 0.0f;
+  if (!(finite == 0.0f)) {
+    scale = std::numeric_limits<float>::quiet_NaN();
+    a = b = f_zero();
+  } else if (amax >= kSmallestAmax) {
+    scale = amax / 127.0f;
+    inverse = 127.0f / amax;
+  }
+  const F32 factor = f_set1(inverse);
+  i_store_i8(q, i_from_f(f_mul(a, factor)));
+  i_store_i8(q + 16, i_from_f(f_mul(b, factor)));
+  act.scale[block] = scale;
+  int32_t half[2] = {0, 0};
+  for (int i = 0; i < 16; ++i) {
+    half[0] += q[i];
+    half[1] += q[16 + i];
+  }
+  if (facts.steps == 2) {
+    act.init[2 * block] = -facts.zero * half[0];
+    act.init[2 * block + 1] = -facts.zero * half[1];
+  } else {
+    act.init[block] = -facts.zero * (half[0] + half[1]);
+  }
+  if (facts.has_min) act.sum[block] = static_cast<float>(half[0] + half[1]) * scale;
+}
+
+inline void store_block(F32 a, F32 b, const Activations& act, int64_t row, int64_t first) {
+  const int64_t at = row * act.ld + first;
+  if (layout_facts(act.kind).is_float) {
+    f_store(act.x + at, a);
+    f_store(act.x + at + 16, b);
+  } else {
+    quantize_block(a, b, act, at / kBlockChannels);
+  }
+}
+
+void quantize_row(const float* x, int n, const Activations& act, int64_t row, int64_t first) {
+  for (int i = 0; i < n; i += kBlockChannels) {
+    if (i + kBlockChannels <= n) {
+      store_block(f_load(x + i), f_load(x + i + 16), act, row, first + i);
+    } else {
+      const F32 a = f_load_n(x + i, n - i);
+      const F32 b = n - i > 16 ? f_load_n(x + i + 16, n - i - 16) : f_zero();
+      store_block(a, b, act, row, first + i);
+    }
+  }
+}
+
+void gate_quantize_rows(const float* gate, const float* up, int m, int n, const Activations& act,
+                        int64_t row0, int64_t first) {
+  for (int i = 0; i < m; ++i, gate += kBlockChannels, up += kBlockChannels) {
+    F32 a = f_mul(f_silu(f_load(gate)), f_load(up));
+    F32 b = f_mul(f_silu(f_load(gate + 16)), f_load(up + 16));
+    if (n < kBlockChannels) {
+      a = f_keep_n(a, n, 0.0f);
+      b = f_keep_n(b, n - 16, 0.0f);
+    }
+    store_block(a, b, act, row0 + i, first);
+  }
+}
+
+void combine_rows(const float* x, int64_t ld, int m, int n, const float* weight,
+                  const int32_t* index, float* out, int64_t out_ld) {
+  for (int i = 0; i < m; ++i, x += ld) {
+    const F32 w = f_set1(weight[i]);
+    float* to = out + index[i] * out_ld;
+    int c = 0;
+    for (; c + 16 <= n; c += 16) f_store(to + c, f_fma(w, f_load(x + c), f_load(to + c)));
+    if (c < n) f_store_n(to + c, n - c, f_fma(w, f_load_n(x + c, n - c), f_load_n(to + c, n - c)));
+  }
+}
+
+template <class Layout>
+constexpr auto tiles_of() {
+  if constexpr (Layout::kFloat) {
+    return float_tiles<Layout>;
+  } else {
+    return int_tiles<Layout>;
+  }
+}
+
+#include "algo/probe_kernels.h"
+
 constexpr MatrixKernels make_matrix_kernels() {
-  MatrixKernels k{};
-  return k;
+  return {.quantize = quantize_row,
+          .gate_quantize = gate_quantize_rows,
+          .combine = combine_rows,
+          .tiles =
+              {
+#define MOESTRO_FORMAT(kind, layout, stem, grouped) tiles_of<layout>(),
+#include "formats/formats.def"
+#undef MOESTRO_FORMAT
+              },
+          .read_bytes = read_bytes,
+          .dot_peak = dot_peak,
+          .fma_peak = fma_peak};
 }

@@ -1,8 +1,62 @@
 // Leaf kernels of packed matrices: activation quantization and tile products.
 #pragma once
 
+#include <cstddef>
+#include <cstdint>
+
+#include "formats/format.h"
+
 namespace moestro {
 
-struct MatrixKernels {};
+// Activations prepared for one weight format: float rows, or signed bytes with one scale per 32
+// channels and what the format's float step needs of their sums. Rows are `ld` channels apart, padded
+// with zeros; per-block arrays are ld / 32 apart.
+struct Activations {
+  FormatKind kind;
+  int64_t ld;
+  float* x;        // float formats only
+  int8_t* q;       // integer formats
+  float* scale;    // amax / 127 per block
+  int32_t* init;   // -kZero * sum of q, kSteps per block
+  float* sum;      // sum of q times scale per block, formats with a minimum only
+};
+
+// Products of up to two row tiles (16 output channels each) with m activation rows.
+struct TileJob {
+  const uint8_t* tile[2];
+  const uint8_t* next;   // where this worker reads on after the last tile (prefetch only)
+  int tiles;             // 1 or 2
+  int tile_blocks;       // blocks of 32 channels per tile
+  int64_t tile_bytes;
+  int64_t blocks;        // per row tile
+  Activations act;
+  const int32_t* rows;   // activation row of each of the m, null for 0..m-1
+  int m;
+  float* out;            // [m][16 * tiles]
+  std::byte* scratch;    // kTileScratchBytes, 64-byte aligned
+};
+
+constexpr int64_t kTileScratchBytes = 128 * 1024;
+
+struct MatrixKernels {
+  // Prepares channels [first, first + n) of activation row `row`; first is a multiple of 32. Channels
+  // up to the next multiple of 32 are zero-filled.
+  void (*quantize)(const float* x, int n, const Activations& act, int64_t row, int64_t first);
+  // silu(gate) * up of m rows of 32 channels (the last 32 - n of them padding), prepared into block
+  // first / 32 of activation rows row0...
+  void (*gate_quantize)(const float* gate, const float* up, int m, int n, const Activations& act,
+                        int64_t row0, int64_t first);
+  // out[index[i]][0..n) += weight[i] * x[i][0..n), x rows 32 apart or `ld`
+  void (*combine)(const float* x, int64_t ld, int m, int n, const float* weight,
+                  const int32_t* index, float* out, int64_t out_ld);
+  void (*tiles[kFormatCount])(const TileJob& job);
+  // Bytes summed, to measure the machine's read bandwidth.
+  uint64_t (*read_bytes)(const uint8_t* p, int64_t n);
+  // `rounds` of 16 independent integer dot instructions of 64 products each (or what stands in for
+  // it here); returns multiply-adds done.
+  int64_t (*dot_peak)(int64_t rounds);
+  // Likewise with float fused multiply-adds.
+  int64_t (*fma_peak)(int64_t rounds);
+};
 
 }  // namespace moestro

@@ -116,4 +116,7 @@ inline U8 u8_add_bits2(U8 low, U8 high) {
   // low | (bits & mask)
   return {_mm512_ternarylogic_epi64(low.v, bits, mask, 0xf8)};
 }
+inline U8 u8_xor(U8 a, U8 b) { return {_mm512_xor_si512(a.v, b.v)}; }
+inline void opaque(F32& a) { __asm__ volatile("" : "+v"(a)); }
+inline void opaque(U8& a) { __asm__ volatile("" : "+v"(a.v)); }
 inline void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }

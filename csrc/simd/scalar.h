@@ -187,5 +187,12 @@ inline U8 u8_add_bits2(U8 low, U8 high) {
   for (int i = 0; i < 64; ++i) low.v[i] |= ((high.v[i] >> kShift) & 3) << 4;
   return low;
 }
+inline U8 u8_xor(U8 a, const U8& b) {
+  for (int i = 0; i < 64; ++i) a.v[i] ^= b.v[i];
+  return a;
+}
 inline void prefetch(const void*) {}
+// The compiler must take the value as new: keeps measuring loops from being hoisted.
+inline void opaque(F32& a) { __asm__ volatile("" : "+m"(a)); }
+inline void opaque(U8& a) { __asm__ volatile("" : "+m"(a)); }
 #undef MOESTRO_LANES

@@ -1,0 +1,118 @@
+#include "algo/linear.h"
+
+#include <algorithm>
+
+#include "algo/activations.h"
+#include "isa/dispatch.h"
+
+namespace moestro {
+namespace {
+
+// Tokens per task: their activations stay in L2 while a task's tiles pass by.
+constexpr int64_t kChunkTokens = 128;
+// Weight bytes per task when streaming for few tokens.
+constexpr int64_t kTaskBytes = 64 * 1024;
+
+class Linear final : public Op {
+ public:
+  Linear(const LinearArgs& args, Rows rows)
+      : a_(args), rows_(rows), act_(args.weight, rows.capacity()) {}
+
+  void run(Worker& worker) override {
+    const int64_t tokens = rows_.get();
+    const MatrixKernels& kernels = isa().matrix;
+    worker.for_tasks(tokens, [&](int64_t t) {
+      kernels.quantize(a_.x + t * a_.weight.cols, static_cast<int>(a_.weight.cols), act_.view(), t,
+                       0);
+    });
+    const int64_t chunks = (tokens + kChunkTokens - 1) / kChunkTokens;
+    const int64_t pairs = (a_.weight.row_tiles() + 1) / 2;
+    const int64_t per_task = pairs_per_task(pairs, worker.count());
+    const int64_t ranges = (pairs + per_task - 1) / per_task;
+    worker.for_tasks(chunks * ranges, [&](int64_t task) {
+      const int64_t first = task % ranges * per_task;
+      multiply(worker, task / ranges * kChunkTokens, tokens, first,
+               std::min(pairs, first + per_task));
+    });
+  }
+
+ private:
+  int64_t pairs_per_task(int64_t pairs, int workers) const {
+    const int64_t by_bytes = std::max<int64_t>(1, kTaskBytes / (2 * a_.weight.stride()));
+    const int64_t by_balance = std::max<int64_t>(1, pairs / (8 * workers));
+    return std::min(by_bytes, by_balance);
+  }
+
+  void multiply(Worker& worker, int64_t token, int64_t tokens, int64_t pair, int64_t pair_end) {
+    const MatrixKernels& kernels = isa().matrix;
+    const auto tiles = kernels.tiles[static_cast<int>(a_.weight.kind)];
+    int32_t index[kChunkTokens];
+    const int m = static_cast<int>(std::min(kChunkTokens, tokens - token));
+    for (int i = 0; i < m; ++i) index[i] = static_cast<int32_t>(token + i);
+    auto* out = reinterpret_cast<float*>(worker.scratch() + kTileScratchBytes);
+    for (; pair < pair_end; ++pair) {
+      const int64_t n = 2 * pair;
+      TileJob job{};
+      job.tiles = static_cast<int>(std::min<int64_t>(2, a_.weight.row_tiles() - n));
+      job.tile[0] = a_.weight.row_tile(n);
+      job.tile[1] = a_.weight.row_tile(n + job.tiles - 1);
+      job.tile_blocks = a_.weight.tile_blocks;
+      job.tile_bytes = a_.weight.tile_bytes;
+      job.blocks = a_.weight.blocks();
+      job.act = act_.view();
+      job.rows = index;
+      job.m = m;
+      job.out = out;
+      job.scratch = worker.scratch();
+      tiles(job);
+      store(out, job.tiles * kTileChannels, index, m, n * kTileChannels);
+    }
+  }
+
+  void store(const float* from, int width, const int32_t* index, int m, int64_t channel) const {
+    const int64_t n = std::min<int64_t>(width, a_.weight.rows - channel);
+    for (int i = 0; i < m; ++i, from += width) {
+      float* to = a_.out + index[i] * a_.weight.rows + channel;
+      for (int64_t c = 0; c < n; ++c) {
+        float value = from[c];
+        if (a_.bias != nullptr) value += a_.bias[channel + c];
+        to[c] = a_.accumulate ? to[c] + value : value;
+      }
+    }
+  }
+
+  LinearArgs a_;
+  Rows rows_;
+  ActivationBuffer act_;
+};
+
+class Embed final : public Op {
+ public:
+  Embed(const EmbedArgs& args, Rows rows) : a_(args), rows_(rows) {}
+
+  void run(Worker& worker) override {
+    worker.for_tasks(rows_.get(), [&](int64_t t) {
+      const int32_t id = a_.ids[t];
+      if (id < 0 || id >= a_.weight.rows)
+        throw invalid_request("token id " + std::to_string(id) + " at row " + std::to_string(t) +
+                              " is outside the vocabulary of " + std::to_string(a_.weight.rows));
+      decode_row(a_.weight, id, a_.out + t * a_.weight.cols);
+    });
+  }
+
+ private:
+  EmbedArgs a_;
+  Rows rows_;
+};
+
+}  // namespace
+
+std::unique_ptr<Op> make_linear(const LinearArgs& args, Rows rows) {
+  return std::make_unique<Linear>(args, rows);
+}
+
+std::unique_ptr<Op> make_embed(const EmbedArgs& args, Rows rows) {
+  return std::make_unique<Embed>(args, rows);
+}
+
+}  // namespace moestro

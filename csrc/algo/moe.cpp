@@ -1,0 +1,231 @@
+// One call per layer on the resident team, three phases:
+//   1. group (token, slot) pairs by expert, and quantize each token's activations once;
+//   2. gate and up of 32 intermediate channels per step, activation function, re-quantization -> h;
+//   3. down: a task owns output channels and walks the experts in ascending id, adding weight x result
+//      into the tokens' rows. So every sum has one order, with no atomics and no scratch per expert.
+// Each expert's kernel is chosen by its own token count. h rows are in expert order, so phase 3 reads
+// them in place.
+#include "algo/moe.h"
+
+#include <algorithm>
+#include <string>
+#include <vector>
+
+#include "algo/activations.h"
+#include "isa/dispatch.h"
+
+namespace moestro {
+namespace {
+
+constexpr int64_t kChunkTokens = 128;
+constexpr int64_t kPairChannels = 2 * kTileChannels;
+static_assert(kPairChannels == kBlockChannels, "a pair of tiles fills one activation block");
+// Weight bytes per task: enough to stream, small enough to balance.
+constexpr int64_t kTaskBytes = 64 * 1024;
+
+// Consecutive entries of the expert order that share an expert.
+struct Span {
+  const uint8_t* blob;
+  int32_t first;
+  int32_t count;
+};
+
+int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+class Moe final : public Op {
+ public:
+  Moe(const MoeArgs& args, Rows rows)
+      : a_(args),
+        rows_(rows),
+        x_(args.gate.matrix, rows.capacity()),
+        h_(args.down.matrix, rows.capacity() * args.top_k),
+        token_(size_t(rows.capacity() * args.top_k)),
+        weight_(token_.size()),
+        next_(size_t(args.experts) + 1) {
+    if (!share_activations(args.gate.matrix, args.up.matrix))
+      x_up_ = std::make_unique<ActivationBuffer>(args.up.matrix, rows.capacity());
+    spans_.reserve(size_t(args.experts) + token_.size() / size_t(kChunkTokens) + 1);
+  }
+
+  void run(Worker& worker) override {
+    const int64_t tokens = rows_.get();
+    worker.for_tasks(tokens + 1, [&](int64_t task) {
+      if (task == 0) {
+        group_by_expert(tokens);
+      } else {
+        quantize(task - 1);
+      }
+    });
+    const auto spans = static_cast<int64_t>(spans_.size());
+    const int64_t blocks = ceil_div(a_.gate.matrix.rows, kPairChannels);
+    const int64_t step = per_task(blocks, spans, worker.count(),
+                                  2 * (a_.gate.matrix.stride() + a_.up.matrix.stride()));
+    const int64_t ranges = ceil_div(blocks, step);
+    worker.for_tasks(spans * ranges, [&](int64_t task) {
+      const int64_t first = task % ranges * step;
+      gate_up(worker, spans_[size_t(task / ranges)], first, std::min(blocks, first + step));
+    });
+    const int64_t pairs = ceil_div(a_.down.matrix.row_tiles(), 2);
+    const int64_t width = per_task(pairs, 1, worker.count(), 2 * a_.down.matrix.stride());
+    worker.for_tasks(ceil_div(pairs, width), [&](int64_t task) {
+      down(worker, tokens, task * width, std::min(pairs, (task + 1) * width));
+    });
+  }
+
+ private:
+  // Steps per task: about kTaskBytes of weights, but at least eight tasks per worker.
+  static int64_t per_task(int64_t steps, int64_t copies, int workers, int64_t bytes_per_step) {
+    const int64_t by_bytes = std::max<int64_t>(1, kTaskBytes / bytes_per_step);
+    const int64_t by_balance = std::max<int64_t>(1, steps * copies / (8 * workers));
+    return std::min({by_bytes, by_balance, steps});
+  }
+
+  void quantize(int64_t t) {
+    const MatrixKernels& kernels = isa().matrix;
+    const auto cols = static_cast<int>(a_.gate.matrix.cols);
+    kernels.quantize(a_.x + t * cols, cols, x_.view(), t, 0);
+    if (x_up_ != nullptr) kernels.quantize(a_.x + t * cols, cols, x_up_->view(), t, 0);
+  }
+
+  const uint8_t* blob_of(int64_t expert) const {
+    if (a_.pointers[expert] == 0)
+      throw invalid_request("expert " + std::to_string(expert) + " is not in memory");
+    return reinterpret_cast<const uint8_t*>(a_.pointers[expert]);
+  }
+
+  // Counting sort of the live (token, slot) pairs by expert; within one, tokens ascend.
+  void group_by_expert(int64_t tokens) {
+    std::fill(next_.begin(), next_.end(), 0);
+    for (int64_t i = 0; i < tokens * a_.top_k; ++i) {
+      if (a_.ids[i] >= a_.experts)
+        throw invalid_request("expert id " + std::to_string(a_.ids[i]) + " at row " +
+                              std::to_string(i / a_.top_k) + " is not below " +
+                              std::to_string(a_.experts));
+      if (a_.ids[i] >= 0) ++next_[size_t(a_.ids[i]) + 1];
+    }
+    spans_.clear();
+    for (int64_t e = 0; e < a_.experts; ++e) {
+      const int32_t first = next_[size_t(e)], end = first + next_[size_t(e) + 1];
+      for (int32_t at = first; at < end; at += kChunkTokens)
+        spans_.push_back({blob_of(e), at, std::min<int32_t>(kChunkTokens, end - at)});
+      next_[size_t(e) + 1] = end;
+    }
+    for (int64_t i = 0; i < tokens * a_.top_k; ++i) {
+      if (a_.ids[i] < 0) continue;
+      const int32_t at = next_[size_t(a_.ids[i])]++;
+      token_[size_t(at)] = static_cast<int32_t>(i / a_.top_k);
+      weight_[size_t(at)] = a_.weights[i];
+    }
+  }
+
+  static TileJob pair_job(const ExpertMatrix& m, const uint8_t* blob, int64_t pair,
+                          const Activations& act, int count, float* out, std::byte* scratch) {
+    const int64_t n = 2 * pair;
+    TileJob job{};
+    job.tiles = static_cast<int>(std::min<int64_t>(2, m.matrix.row_tiles() - n));
+    job.tile[0] = blob + m.offset + n * m.matrix.stride();
+    job.tile[1] = job.tile[0] + (job.tiles - 1) * m.matrix.stride();
+    job.tile_blocks = m.matrix.tile_blocks;
+    job.tile_bytes = m.matrix.tile_bytes;
+    job.blocks = m.matrix.blocks();
+    job.act = act;
+    job.m = count;
+    job.out = out;
+    job.scratch = scratch;
+    return job;
+  }
+
+  // Leaves rows of 32 floats whatever the number of tiles, as gate_quantize wants them.
+  static void run_pair(const MatrixKernels& kernels, FormatKind kind, const TileJob& job) {
+    kernels.tiles[static_cast<int>(kind)](job);
+    if (job.tiles == 2) return;
+    for (int i = job.m - 1; i >= 0; --i) {
+      std::copy_backward(job.out + i * kTileChannels, job.out + (i + 1) * kTileChannels,
+                         job.out + i * kPairChannels + kTileChannels);
+      std::fill_n(job.out + i * kPairChannels + kTileChannels, kTileChannels, 0.0f);
+    }
+  }
+
+  void gate_up(Worker& worker, const Span& span, int64_t block, int64_t block_end) {
+    const MatrixKernels& kernels = isa().matrix;
+    auto* gate = reinterpret_cast<float*>(worker.scratch() + kTileScratchBytes);
+    float* up = gate + kChunkTokens * kPairChannels;
+    const Activations& up_act = x_up_ != nullptr ? x_up_->view() : x_.view();
+    for (; block < block_end; ++block) {
+      TileJob g = pair_job(a_.gate, span.blob, block, x_.view(), span.count, gate, worker.scratch());
+      TileJob u = pair_job(a_.up, span.blob, block, up_act, span.count, up, worker.scratch());
+      g.rows = u.rows = token_.data() + span.first;
+      g.next = u.tile[0];
+      u.next = block + 1 < block_end ? g.tile[g.tiles - 1] + a_.gate.matrix.stride() : nullptr;
+      run_pair(kernels, a_.gate.matrix.kind, g);
+      run_pair(kernels, a_.up.matrix.kind, u);
+      const int64_t channel = block * kPairChannels;
+      const int64_t live = std::min(kPairChannels, a_.gate.matrix.rows - channel);
+      kernels.gate_quantize(gate, up, span.count, static_cast<int>(live), h_.view(), span.first,
+                            channel);
+    }
+  }
+
+  void down(Worker& worker, int64_t tokens, int64_t pair, int64_t pair_end) {
+    const MatrixKernels& kernels = isa().matrix;
+    auto* result = reinterpret_cast<float*>(worker.scratch() + kTileScratchBytes);
+    const int64_t hidden = a_.down.matrix.rows;
+    if (!a_.accumulate) {
+      const int64_t first = pair * kPairChannels, end = std::min(hidden, pair_end * kPairChannels);
+      for (int64_t t = 0; t < tokens; ++t)
+        std::fill(a_.out + t * hidden + first, a_.out + t * hidden + end, 0.0f);
+    }
+    for (size_t s = 0; s < spans_.size(); ++s) {
+      const Span& span = spans_[s];
+      Activations act = h_.view();
+      advance(act, span.first);
+      for (int64_t p = pair; p < pair_end; ++p) {
+        TileJob job =
+            pair_job(a_.down, span.blob, p, act, span.count, result, worker.scratch());
+        if (p + 1 < pair_end) {
+          job.next = job.tile[job.tiles - 1] + a_.down.matrix.stride();
+        } else if (s + 1 < spans_.size()) {
+          job.next = spans_[s + 1].blob + a_.down.offset + 2 * pair * a_.down.matrix.stride();
+        }
+        kernels.tiles[static_cast<int>(a_.down.matrix.kind)](job);
+        const int64_t channel = p * kPairChannels;
+        const int64_t width = job.tiles * kTileChannels;
+        kernels.combine(result, width, span.count,
+                        static_cast<int>(std::min(width, hidden - channel)),
+                        weight_.data() + span.first, token_.data() + span.first, a_.out + channel,
+                        hidden);
+      }
+    }
+  }
+
+  // Lets row 0 of `act` be its row `row`.
+  static void advance(Activations& act, int64_t row) {
+    const LayoutFacts& facts = layout_facts(act.kind);
+    const int64_t block = row * (act.ld / kBlockChannels);
+    if (facts.is_float) {
+      act.x += row * act.ld;
+      return;
+    }
+    act.q += row * act.ld;
+    act.scale += block;
+    act.init += block * facts.steps;
+    if (facts.has_min) act.sum += block;
+  }
+
+  MoeArgs a_;
+  Rows rows_;
+  ActivationBuffer x_, h_;
+  std::unique_ptr<ActivationBuffer> x_up_;
+  std::vector<int32_t> token_;  // of each entry, in expert order
+  std::vector<float> weight_;
+  std::vector<int32_t> next_;
+  std::vector<Span> spans_;
+};
+
+}  // namespace
+
+std::unique_ptr<Op> make_moe(const MoeArgs& args, Rows rows) {
+  return std::make_unique<Moe>(args, rows);
+}
+
+}  // namespace moestro

@@ -1,0 +1,35 @@
+// The MoE operator: all routed experts of one layer in one op (see moe.cpp).
+#pragma once
+
+#include <memory>
+
+#include "algo/rows.h"
+#include "core/program.h"
+#include "formats/format.h"
+
+namespace moestro {
+
+// One of an expert's matrices: geometry, and its byte offset in every expert's blob.
+struct ExpertMatrix {
+  PackedMatrix matrix;  // data is null
+  int64_t offset;
+};
+
+enum class Activation { kSilu };
+
+struct MoeArgs {
+  const float* x;           // [T, hidden]
+  const int32_t* ids;       // [T, top_k]; below zero: skip
+  const float* weights;     // [T, top_k]
+  int64_t top_k;
+  const int64_t* pointers;  // [experts] address of each blob, 0 if it is not in memory
+  int64_t experts;
+  ExpertMatrix gate, up, down;
+  Activation activation;
+  float* out;  // [T, hidden]
+  bool accumulate;
+};
+
+std::unique_ptr<Op> make_moe(const MoeArgs& args, Rows rows);
+
+}  // namespace moestro

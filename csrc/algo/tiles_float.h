@@ -1,0 +1,48 @@
+// Float tile products. Included in each ISA's anonymous namespace.
+//
+// Two chains of fused multiply-adds per output channel, even and odd input channels, added at the
+// end: the same order for any number of tokens, so results do not depend on the batch.
+#pragma once
+
+template <class Layout, int kTokens, int kTiles>
+void multiply_float(const TileJob& job, int first_tile, int first_token) {
+  const float* x[kTokens];
+  F32 even[kTokens][kTiles], odd[kTokens][kTiles];
+  for (int i = 0; i < kTokens; ++i) {
+    const int64_t token = first_token + i;
+    x[i] = job.act.x + (job.rows != nullptr ? job.rows[token] : token) * job.act.ld;
+    for (int t = 0; t < kTiles; ++t) even[i][t] = odd[i][t] = f_zero();
+  }
+  for (int64_t b = 0; b < job.blocks; ++b) {
+    for (int t = 0; t < kTiles; ++t)
+      for (int ahead = 0; ahead < Layout::kBlock; ahead += 64)
+        prefetch(job.tile[first_tile + t] + b * Layout::kBlock + kPrefetchBytes + ahead);
+    for (int k = 0; k < kBlockChannels; k += 2) {
+      F32 w[kTiles][2];
+      for (int t = 0; t < kTiles; ++t)
+        load_pair(Layout{}, job.tile[first_tile + t] + b * Layout::kBlock, k, w[t][0], w[t][1]);
+      for (int i = 0; i < kTokens; ++i) {
+        const F32 x0 = f_set1(x[i][b * kBlockChannels + k]);
+        const F32 x1 = f_set1(x[i][b * kBlockChannels + k + 1]);
+        for (int t = 0; t < kTiles; ++t) {
+          even[i][t] = f_fma(w[t][0], x0, even[i][t]);
+          odd[i][t] = f_fma(w[t][1], x1, odd[i][t]);
+        }
+      }
+    }
+  }
+  float* out = job.out + int64_t{first_token} * kTileChannels * job.tiles;
+  for (int i = 0; i < kTokens; ++i)
+    for (int t = 0; t < kTiles; ++t)
+      f_store(out + (int64_t{i} * job.tiles + first_tile + t) * kTileChannels,
+              f_add(even[i][t], odd[i][t]));
+}
+
+template <class Layout>
+void float_tiles(const TileJob& job) {
+  for_token_blocks<kBlockTokens>(job.m, [&]<int kTokens>(int i) {
+    int t = 0;
+    for (; t + 2 <= job.tiles; t += 2) multiply_float<Layout, kTokens, 2>(job, t, i);
+    for (; t < job.tiles; ++t) multiply_float<Layout, kTokens, 1>(job, t, i);
+  });
+}

@@ -1,0 +1,134 @@
+#include "formats/format.h"
+
+#include <cstring>
+
+#include "core/error.h"
+#include "core/half.h"
+
+namespace moestro {
+namespace {
+
+constexpr int kGroups[] = {32, 64, 128};
+constexpr int64_t kMaxExtent = int64_t{1} << 31;
+
+// The group of a suffix "-g64" or "-row" (0), or -1.
+int parse_group(const std::string& suffix) {
+  if (suffix == "-row") return 0;
+  for (const int group : kGroups)
+    if (suffix == "-g" + std::to_string(group)) return group;
+  return -1;
+}
+
+int64_t round_up(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
+
+float half_at(const uint8_t* p, int index) {
+  uint16_t h;
+  std::memcpy(&h, p + 2 * index, 2);
+  return f16_to_f32(h);
+}
+
+int nibble(const uint8_t* block, int k, int c) {
+  const uint8_t byte = block[(k % 16) / 4 * 64 + c * 4 + k % 4];
+  return k < 16 ? byte & 15 : byte >> 4;
+}
+
+// Element (k, c) of block `b` of a tile; k counts inside the block.
+float element(FormatKind kind, const uint8_t* tile, int b, int k, int c) {
+  const LayoutFacts& f = layout_facts(kind);
+  const uint8_t* block = tile + f.header + int64_t{b} * f.block;
+  switch (kind) {
+    case FormatKind::kF32: {
+      float value;
+      std::memcpy(&value, block + 4 * (k * 16 + c), 4);
+      return value;
+    }
+    case FormatKind::kF16: return half_at(block, k * 16 + c);
+    case FormatKind::kBf16: {
+      uint16_t h;
+      std::memcpy(&h, block + 2 * (k / 2 * 32 + c * 2 + k % 2), 2);
+      return bf16_to_f32(h);
+    }
+    case FormatKind::kInt8:
+      return half_at(tile, c) * static_cast<float>(block[k / 4 * 64 + c * 4 + k % 4] - 128);
+    case FormatKind::kInt4:
+      return half_at(tile, c) * static_cast<float>(nibble(block, k, c) - 8);
+    case FormatKind::kInt4Zero:
+      return half_at(tile, c) * static_cast<float>(nibble(block, k, c) - tile[32 + c]);
+    case FormatKind::kInt4Min:
+      return half_at(tile, c) * static_cast<float>(nibble(block, k, c)) + half_at(tile + 32, c);
+    case FormatKind::kK4: {
+      const float scale = half_at(tile, c) * static_cast<float>(tile[64 + b * 16 + c]);
+      const float low = half_at(tile + 32, c) * static_cast<float>(tile[192 + b * 16 + c]);
+      return scale * static_cast<float>(nibble(block, k, c)) - low;
+    }
+    case FormatKind::kK6: {
+      const int quad = k / 4;
+      const uint8_t high = block[256 + quad / 4 * 64 + c * 4 + k % 4] >> (2 * (quad % 4));
+      const int code = nibble(block, k, c) | ((high & 3) << 4);
+      const auto sc = static_cast<int8_t>(tile[32 + (2 * b + k / 16) * 16 + c]);
+      return half_at(tile, c) * static_cast<float>(sc) * static_cast<float>(code - 32);
+    }
+    case FormatKind::kCount: break;
+  }
+  return 0.0f;
+}
+
+}  // namespace
+
+PackedMatrix describe_matrix(const std::string& format, int64_t rows, int64_t cols) {
+  if (rows < 1 || cols < 1 || rows >= kMaxExtent || cols >= kMaxExtent)
+    throw invalid_request("a packed matrix of [" + std::to_string(rows) + ", " +
+                          std::to_string(cols) + "] is not possible");
+  const std::string stem = format.substr(0, format.find('-'));
+  const std::string suffix = format.substr(stem.size());
+  for (int i = 0; i < kFormatCount; ++i) {
+    const LayoutFacts& f = kLayoutFacts[i];
+    if (stem != f.stem) continue;
+    int group = f.tile_blocks * kBlockChannels;
+    if (f.grouped) {
+      group = parse_group(suffix);
+      if (group < 0) break;
+      if (group == 0) group = static_cast<int>(round_up(cols, kBlockChannels));
+    } else if (!suffix.empty()) {
+      break;
+    }
+    const int tile_blocks = group / kBlockChannels;
+    return {.kind = static_cast<FormatKind>(i),
+            .rows = rows,
+            .cols = cols,
+            .padded_cols = round_up(cols, group),
+            .tile_blocks = tile_blocks,
+            .tile_bytes = f.header + int64_t{tile_blocks} * f.block,
+            .data = nullptr};
+  }
+  std::string known;
+  for (const auto& name : format_names()) known += (known.empty() ? "" : ", ") + name;
+  throw Error(ErrorKind::kUnsupportedFormat,
+              "no kernel reads weight format " + format + "; known: " + known);
+}
+
+std::vector<std::string> format_names() {
+  std::vector<std::string> names;
+  for (const LayoutFacts& f : kLayoutFacts) {
+    if (!f.grouped) {
+      names.emplace_back(f.stem);
+      continue;
+    }
+    for (const int group : kGroups) names.push_back(std::string(f.stem) + "-g" + std::to_string(group));
+    names.push_back(std::string(f.stem) + "-row");
+  }
+  return names;
+}
+
+void decode_row(const PackedMatrix& m, int64_t row, float* out) {
+  const uint8_t* tiles = m.row_tile(row / kTileChannels);
+  const int c = static_cast<int>(row % kTileChannels);
+  for (int64_t col = 0; col < m.cols; ++col) {
+    const int64_t block = col / kBlockChannels;
+    const uint8_t* tile = tiles + block / m.tile_blocks * m.tile_bytes;
+    out[col] = element(m.kind, tile, static_cast<int>(block % m.tile_blocks),
+                       static_cast<int>(col % kBlockChannels), c);
+  }
+}
+
+}  // namespace moestro
