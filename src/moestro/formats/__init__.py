@@ -10,6 +10,8 @@ from moestro.formats.base import Format
 
 #: what ``convert`` quantizes to when no format is named
 DEFAULT = "int4-g32"
+#: for what every token reads beside the experts, where eight bits cost little
+DEFAULT_SHARED = "int8-g32"
 
 _FORMATS: Registry[Format] = Registry("format", UnsupportedFormat)
 _EXACT: dict[str, Format] = {}

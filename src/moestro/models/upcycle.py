@@ -222,7 +222,7 @@ def _write_tensors(
         file.write(len(encoded).to_bytes(8, "little") + encoded)
         for tensor in tensors:
             values = _make(tensor, dense, recipe).to(recipe.dtype).contiguous()
-            file.write(memoryview(values.view(torch.uint8).numpy()))
+            file.write(values.view(torch.uint8).numpy().data)
             done += values.nbytes
             if progress is not None:
                 progress(done, size)
@@ -232,7 +232,7 @@ def _write_tensors(
 
 def _make(tensor: _Tensor, dense: _Dense, recipe: Recipe) -> Tensor:
     """The float32 values of a tensor; random parts depend on the seed and its name alone."""
-    random = torch.Generator().manual_seed(recipe.seed << 32 | zlib.crc32(tensor.name.encode()))
+    random = torch.Generator().manual_seed(zlib.crc32(f"{recipe.seed}:{tensor.name}".encode()))
     if tensor.source is None:
         # Normalized inputs have elements near one, so logits come out with a spread near one.
         return torch.randn(tensor.shape, generator=random) / math.sqrt(tensor.shape[1])
