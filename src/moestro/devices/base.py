@@ -19,3 +19,12 @@ class Device(Protocol):
     def ops(self) -> Ops:
         """The op table; an op it lacks raises UnsupportedOp."""
         ...
+
+    @property
+    def isa(self) -> str:
+        """The instruction set its kernels use now, or the library that computes."""
+        ...
+
+    def set_threads(self, threads: int) -> None:
+        """Compute with this many threads from now on, in the whole process."""
+        ...

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import torch
+
 from moestro.devices.base import Device
 from moestro.ops.contracts import Ops
 from moestro.ops.reference import ReferenceOps
@@ -15,6 +17,10 @@ class ReferenceDevice:
 
     name: str = "reference"
     ops: Ops = field(default_factory=ReferenceOps)
+    isa: str = "torch"
+
+    def set_threads(self, threads: int) -> None:
+        torch.set_num_threads(threads)
 
 
 def open_device() -> Device:
