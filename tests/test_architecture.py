@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 
@@ -62,6 +64,12 @@ def test_the_map_shows_every_folder():
 
 def test_links_in_the_docs_lead_somewhere():
     none_of(layout.broken_links(ROOT))
+
+
+def test_the_support_page_is_up_to_date():
+    tool = [sys.executable, str(ROOT / "tools/generate_support.py"), "--check"]
+    result = subprocess.run(tool, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stdout + result.stderr
 
 
 def test_every_command_is_in_the_guide():

@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 from moestro import formats, models
+from moestro.checkpoints.safetensors import DTYPE_BITS
 from moestro.ops.contracts import Ops
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -44,9 +45,10 @@ def format_table() -> str:
     return table(head, rows)
 
 
-def source_types() -> list[str]:
-    exact = (kind for name in formats.names() for kind in formats.get(name).exact_from)
-    return sorted(set(exact))
+def source_types() -> str:
+    exact = {kind for name in formats.names() for kind in formats.get(name).exact_from}
+    plain = exact & DTYPE_BITS.keys()
+    return f"safetensors: {', '.join(sorted(plain))}. GGUF: {', '.join(sorted(exact))}."
 
 
 def op_table() -> str:
@@ -66,7 +68,7 @@ def isa_names() -> list[str]:
 
 def model_table() -> str:
     rows = []
-    for name in models.names():
+    for name in models.families():
         source = Path(inspect.getfile(models)).with_name(f"{name}.py")
         doc = ast.get_docstring(ast.parse(source.read_text(encoding="utf-8"))) or ""
         rows.append([f"`{name}`", " ".join(doc.split("\n\n")[0].split())])
@@ -76,16 +78,14 @@ def model_table() -> str:
 def page() -> str:
     sections = {
         "Models": model_table(),
-        "Weight types in checkpoints": "Read without loss from safetensors and GGUF: "
-        + ", ".join(source_types())
-        + ".",
+        "Weight types in checkpoints": "Read without loss, in any mix. " + source_types(),
         "Weight formats": "What kernels run, in RAM and on disk.\n\n" + format_table(),
         "Instruction sets": "Chosen when the program starts; `MOESTRO_ISA` forces one: "
         + ", ".join(f"`{name}`" for name in isa_names())
         + ".",
         "Ops": op_table(),
     }
-    body = "\n".join(f"\n## {title}\n\n{text}\n" for title, text in sections.items())
+    body = "".join(f"\n## {title}\n\n{text}\n" for title, text in sections.items())
     return HEADER + body
 
 
