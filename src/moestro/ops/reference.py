@@ -61,7 +61,7 @@ class ReferenceOps(PythonOps):
         if residual is not None:
             residual[:n] += x[:n]
             x = residual
-        parts = self._wide(x[:n]).view(n, groups, -1)
+        parts = self._wide(x[:n]).view(n, groups, x.shape[1] // groups)
         mean_square = parts.square().mean(-1, keepdim=True)
         normed = parts * torch.rsqrt(mean_square + eps) * self._wide(weight)
         out[:n] = normed.flatten(1)
@@ -101,7 +101,7 @@ class ReferenceOps(PythonOps):
         where = positions[:n].long()
         require_range("position", where, cos.shape[0], "the rope table")
         c, s = self._wide(cos[where])[:, None], self._wide(sin[where])[:, None]
-        by_head = x[:n].view(n, heads, -1)
+        by_head = x[:n].view(n, heads, x.shape[1] // heads)
         rotary = by_head[..., : 2 * cos.shape[1]]
         if interleaved:
             first, second = rotary[..., 0::2], rotary[..., 1::2]
