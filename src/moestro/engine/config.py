@@ -32,22 +32,22 @@ class EngineConfig:
 
     context: int | None = _knob(
         None,
-        "Tokens a sequence may reach, prompt and answer together. Default: the model's own "
-        f"context, at most {DEFAULT_CONTEXT}, less where memory does not allow it.",
+        "tokens a sequence may reach, prompt and answer together; default: what the model allows, "
+        f"at most {DEFAULT_CONTEXT}, less where memory is short",
     )
-    max_sequences: int = _knob(8, "Sequences computed at the same time; others wait.")
+    max_sequences: int = _knob(8, "sequences computed at the same time; others wait")
     max_batch_tokens: int = _knob(
-        512, "Tokens computed per step: long prompts are prefilled in chunks of this size."
+        512, "tokens computed per step; longer prompts are prefilled in chunks of this size"
     )
-    kv_dtype: str = _knob("float16", f"Type of the KV cache: {', '.join(KV_DTYPES)}.")
-    page_size: int = _knob(32, f"Positions per KV page, a multiple of {PAGE_MULTIPLE}.")
+    kv_dtype: str = _knob("float16", f"type of the KV cache: {', '.join(KV_DTYPES)}")
+    page_size: int = _knob(32, f"positions per KV page, a multiple of {PAGE_MULTIPLE}")
     threads: int | None = _knob(
-        None, "Compute threads. Default: one per physical core this process may use."
+        None, "compute threads; default: one per physical core this process may use"
     )
     memory: str | None = _knob(
         None,
-        "Memory budget for weights, KV cache and buffers, for example 24GiB. Default: what is "
-        "available now.",
+        "memory budget for weights, KV cache and buffers, for example 24GiB; default: what is "
+        "available now",
     )
 
     def __post_init__(self) -> None:
