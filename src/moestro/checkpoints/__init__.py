@@ -45,8 +45,8 @@ def open_checkpoint(
     containers and quantizations; InvalidRequest for a revision of a local path.
     """
     text = os.fspath(path_or_hub_id)
-    path = Path(text).expanduser()
-    if os.path.exists(path):
+    path = Path(os.path.expanduser(text))
+    if text and os.path.exists(path):
         if revision is not None:
             raise InvalidRequest(
                 f"{path} is on disk, so revision {show(revision)} cannot be chosen; leave it out"
@@ -56,8 +56,8 @@ def open_checkpoint(
     hub = importlib.import_module("moestro.checkpoints.hub")
     if not hub.is_hub_id(text):
         raise CheckpointError(
-            f"{path} does not exist; give a directory, a .safetensors or .gguf file, or a hub id "
-            "(owner/name, or owner/name:file.gguf)"
+            f"{text or repr(text)} does not exist; give a directory, a .safetensors or .gguf file, "
+            "or a hub id (owner/name, or owner/name:file.gguf)"
         )
     return _open_path(hub.fetch(text, revision=revision, offline=offline or env.hub_offline()))
 

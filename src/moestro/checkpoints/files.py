@@ -48,7 +48,8 @@ class SourceFile:
                 raise CheckpointError(f"{path} is not a regular file")
             self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except FileNotFoundError:
-            raise CheckpointError(f"{path} does not exist") from None
+            gone = "links to a file that does not exist" if path.is_symlink() else "does not exist"
+            raise CheckpointError(f"{path} {gone}") from None
         except OSError as error:
             raise CheckpointError(f"{path} cannot be opened: {error.strerror}") from error
         self._close = weakref.finalize(self, os.close, self._fd)

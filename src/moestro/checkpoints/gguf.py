@@ -14,11 +14,14 @@ from typing import Any
 from moestro.checkpoints.base import TensorInfo
 from moestro.checkpoints.files import SourceFile, show
 from moestro.checkpoints.gguf_header import Header, parse
+from moestro.checkpoints.gguf_types import TYPES
 from moestro.checkpoints.table import TensorTable
 from moestro.core.errors import CheckpointError
 
 # gguf-split: "<prefix>-<part, from 1>-of-<parts>.gguf", both of five digits.
 _SPLIT_NAME = re.compile(r"(?P<prefix>.*)-(?P<part>\d{5})-of-(?P<count>\d{5})\.gguf", re.DOTALL)
+
+_BLOCKS = {kind.name: kind.block for kind in TYPES.values()}
 
 
 class GgufCheckpoint(TensorTable):
@@ -56,6 +59,9 @@ class GgufCheckpoint(TensorTable):
                 "convert the model again"
             )
         return value
+
+    def _block(self, dtype: str) -> int:
+        return _BLOCKS[dtype]
 
 
 def split_paths(path: Path) -> list[Path] | None:

@@ -62,7 +62,7 @@ class SafetensorsCheckpoint(TensorTable):
         if path.is_dir():
             # The order of transformers: a whole file is preferred to an index.
             single = path / SINGLE_NAME
-            target = single if os.path.exists(single) else path / INDEX_NAME
+            target = single if os.path.lexists(single) else path / INDEX_NAME
         else:
             target = path
         files: dict[Path, SourceFile] = {}
@@ -189,8 +189,14 @@ def _is_count(value: Any) -> bool:
     return type(value) is int and 0 <= value < 1 << 63
 
 
+def _is_text(name: str) -> bool:
+    return not any("\ud800" <= c <= "\udfff" for c in name)
+
+
 def _info(name: str, entry: Any, start: int, source: ByteSource) -> TensorInfo:
     what = f"{source.path}: tensor {show(name)}"
+    if not _is_text(name):  # JSON escapes can spell halves of characters
+        raise CheckpointError(f"{what} has a name that is not Unicode text; the header is corrupt")
     if not isinstance(entry, Mapping) or not {"dtype", "shape", "data_offsets"} <= entry.keys():
         raise CheckpointError(
             f"{what} does not declare dtype, shape and data_offsets; the header is corrupt"

@@ -72,7 +72,7 @@ class TensorTable:
         info = self.info(name)
         start, stop = 0, info.nbytes
         if rows is not None:
-            start, stop = _byte_range(info, rows)
+            start, stop = _byte_range(info, rows, self._block(info.dtype))
         return self._files[info.file].read_tensor(info.offset + start, stop - start)
 
     def close(self) -> None:
@@ -89,6 +89,10 @@ class TensorTable:
     def __repr__(self) -> str:
         return f"<{self.container} checkpoint {self._path}: {len(self._infos)} tensors>"
 
+    def _block(self, dtype: str) -> int:
+        """Elements of a row that are stored together."""
+        return 1
+
     def _hint(self, name: str) -> str:
         names = sorted(self._infos)
         if not names:
@@ -100,7 +104,7 @@ class TensorTable:
         return f"nearest: {listed}" if close else f"it holds {len(names)}, such as {listed}"
 
 
-def _byte_range(info: TensorInfo, rows: tuple[int, int]) -> tuple[int, int]:
+def _byte_range(info: TensorInfo, rows: tuple[int, int], block: int) -> tuple[int, int]:
     start, stop = rows
     count = info.shape[0] if info.shape else 0
     if not 0 <= start <= stop <= count:
@@ -110,7 +114,9 @@ def _byte_range(info: TensorInfo, rows: tuple[int, int]) -> tuple[int, int]:
         )
     if count == 0:
         return 0, 0
-    if start * info.nbytes % count or stop * info.nbytes % count:
+    # Rows hold whole blocks; only a vector, whose first axis is its row, can be cut within one.
+    inside = len(info.shape) == 1 and (start % block or stop % block)
+    if inside or start * info.nbytes % count or stop * info.nbytes % count:
         raise InvalidRequest(
             f"rows {start} to {stop} of tensor {show(info.name)} with shape {list(info.shape)} "
             f"cut through a block of {info.dtype}; read the whole tensor"
