@@ -19,20 +19,18 @@ from moestro.checkpoints.base import Checkpoint
 from moestro.core.errors import CheckpointError, InvalidRequest, UnsupportedArchitecture
 from moestro.devices.base import Device
 from moestro.memory.weights import WeightSpec
-from moestro.models.spec import Container, Family, Model, ModelDescription, ModelSpec, Weights
+from moestro.models.spec import Family, Model, ModelDescription, ModelSpec, Weights
 
 __all__ = ["Model", "ModelDescription", "ModelSpec", "build", "describe", "families", "family"]
+
+_NOT_FAMILIES = {"spec", "upcycle"}
 
 
 @cache
 def families() -> dict[str, Family]:
     """All families by model_type."""
-    found = {}
-    for file in iter_modules(__path__):
-        module: Any = None if file.ispkg else import_module(f"{__name__}.{file.name}")
-        if hasattr(module, "claims_gguf"):
-            found[file.name] = cast(Family, module)
-    return found
+    files = (m.name for m in iter_modules(__path__) if not m.ispkg and m.name not in _NOT_FAMILIES)
+    return {name: cast(Family, import_module(f"{__name__}.{name}")) for name in files}
 
 
 def family(model_type: str) -> Family:
@@ -51,7 +49,7 @@ def describe(checkpoint: Checkpoint) -> ModelDescription:
     CheckpointError for a configuration with missing or impossible values.
     """
     # A packed directory keeps the configuration of the checkpoint it was made from.
-    container = getattr(checkpoint, "config_container", checkpoint.container)
+    container: Any = getattr(checkpoint, "config_container", checkpoint.container)
     raw = checkpoint.config
     if container == "gguf":
         chosen = _gguf_family(raw)

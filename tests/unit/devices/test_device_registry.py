@@ -1,0 +1,23 @@
+"""Devices by name."""
+
+from __future__ import annotations
+
+import pytest
+
+from moestro import devices
+from moestro.core.errors import InvalidRequest
+from moestro.ops.reference import ReferenceOps
+
+
+def test_reference_device():
+    device = devices.get("reference")
+    assert device.name == "reference"
+    assert isinstance(device.ops, ReferenceOps)
+    assert devices.get("reference") is device
+
+
+def test_unknown_device_lists_the_known_ones():
+    with pytest.raises(InvalidRequest, match=r"unknown device .abacus.; known: .*reference"):
+        devices.get("abacus")
+    with pytest.raises(InvalidRequest, match="'base'"):
+        devices.get("base")
