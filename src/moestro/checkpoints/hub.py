@@ -183,7 +183,7 @@ class _Repository:
         elif isinstance(error, LocalEntryNotFoundError) and self.offline:
             text = (
                 f"is not on disk, and the local hub cache does not have {what}; fetch it once "
-                "without offline mode (--offline, HF_HUB_OFFLINE)"
+                "without offline mode (offline=True, HF_HUB_OFFLINE)"
             )
         elif isinstance(error, LocalEntryNotFoundError):
             text = (
