@@ -1,10 +1,12 @@
 #include "core/team.h"
 
+#include <pthread.h>
 #include <unistd.h>
 
 #include <chrono>
 #include <cstdint>
 #include <cstring>
+#include <system_error>
 
 #include "core/error.h"
 
@@ -23,15 +25,41 @@ constexpr auto kIdleBeforePark = std::chrono::microseconds(1000);
 
 thread_local bool inside_job = false;
 
+// One job at a time in the whole process, whatever team runs it: ops keep state between phases.
+std::mutex run_mutex;
+std::mutex process_mutex;
+
+// A mutex that another thread holds while this one forks would stay locked in the child for ever.
+const int fork_handlers = pthread_atfork(
+    [] {
+      run_mutex.lock();
+      process_mutex.lock();
+    },
+    [] {
+      process_mutex.unlock();
+      run_mutex.unlock();
+    },
+    [] {
+      process_mutex.unlock();
+      run_mutex.unlock();
+    });
+
+std::byte* aligned(const std::unique_ptr<std::byte[]>& memory) {
+  return reinterpret_cast<std::byte*>((reinterpret_cast<uintptr_t>(memory.get()) + 63) &
+                                      ~uintptr_t{63});
+}
+
 }  // namespace
 
 int Worker::count() const { return team_.size(); }
 
+std::byte* Worker::shared() const { return team_.shared_base_; }
+
 void Worker::barrier() { team_.wait_at_barrier(); }
 
 std::atomic<int64_t>& Worker::next_counter() {
-  // The counter of the next phase was last used kCounters - 1 phases ago, and a barrier lies between
-  // this reset and its next use.
+  // The counter of the next phase was last used kCounters - 1 phases ago, and a barrier lies
+  // between this reset and its next use.
   const uint64_t phase = phase_++;
   if (index_ == 0)
     team_.counters_[(phase + 1) % Team::kCounters].value.store(0, std::memory_order_relaxed);
@@ -42,14 +70,24 @@ Team::Team(int threads) : size_(threads) {
   if (threads < 1 || threads > 1024)
     throw invalid_request("threads must be between 1 and 1024, got " + std::to_string(threads));
   scratch_.reset(new std::byte[size_t(threads) * Worker::kScratchBytes + 64]);
-  scratch_base_ = reinterpret_cast<std::byte*>(
-      (reinterpret_cast<uintptr_t>(scratch_.get()) + 63) & ~uintptr_t{63});
+  scratch_base_ = aligned(scratch_);
   std::memset(scratch_base_, 0, size_t(threads) * Worker::kScratchBytes);
+  shared_.reset(new std::byte[Worker::kSharedBytes + 64]);
+  shared_base_ = aligned(shared_);
   threads_.reserve(threads - 1);
-  for (int i = 1; i < threads; ++i) threads_.emplace_back([this, i] { work(i); });
+  try {
+    for (int i = 1; i < threads; ++i) threads_.emplace_back([this, i] { work(i); });
+  } catch (const std::system_error& error) {
+    const size_t started = threads_.size() + 1;
+    stop();
+    throw invalid_request("the system started only " + std::to_string(started) + " of " +
+                          std::to_string(threads) + " threads: " + error.what());
+  }
 }
 
-Team::~Team() {
+Team::~Team() { stop(); }
+
+void Team::stop() {
   stopping_ = true;
   epoch_.fetch_add(1);
   epoch_.notify_all();
@@ -91,7 +129,7 @@ void Team::run_as(int index, Job& job) {
 
 void Team::run(Job& job) {
   if (inside_job) throw invalid_request("a team job was started from inside a team job");
-  const std::lock_guard lock(run_mutex_);
+  const std::lock_guard lock(run_mutex);
   for (auto& counter : counters_) counter.value.store(0, std::memory_order_relaxed);
   arrived_.store(0, std::memory_order_relaxed);
   failed_.store(false, std::memory_order_relaxed);
@@ -131,7 +169,6 @@ void Team::work(int index) {
 }
 
 namespace {
-std::mutex process_mutex;
 int wanted_threads = 1;
 std::shared_ptr<Team>* current_team = nullptr;  // never destroyed at exit: threads may be parked
 pid_t team_pid = 0;

@@ -3,7 +3,8 @@
 // A job is SPMD: every worker runs the same body and meets the others at barriers. Inside a job
 // workers spin between phases (a fork-join through futex costs tens of microseconds, a spin a tenth
 // of one); between jobs they spin for about a millisecond and then park, so an idle process uses no
-// CPU. An exception in any worker releases all the others from their barriers and reaches the caller.
+// CPU. An exception in any worker releases all the others from their barriers and reaches the
+// caller.
 #pragma once
 
 #include <atomic>
@@ -23,6 +24,7 @@ class Team;
 class Worker {
  public:
   static constexpr size_t kScratchBytes = size_t{1} << 20;
+  static constexpr size_t kSharedBytes = size_t{16} << 20;
 
   Worker(Team& team, int index, std::byte* scratch)
       : team_(team), index_(index), scratch_(scratch) {}
@@ -32,6 +34,9 @@ class Worker {
   bool lead() const { return index_ == 0; }
   // Private 64-byte aligned memory of kScratchBytes, valid within one phase.
   std::byte* scratch() const { return scratch_; }
+  // Memory of kSharedBytes that all workers share, 64-byte aligned, uninitialized, valid within one
+  // op. Its pages are committed only where touched.
+  std::byte* shared() const;
 
   // All workers must call it; on return the writes of all before it are visible.
   void barrier();
@@ -85,6 +90,7 @@ class Team {
   };
 
   void work(int index);
+  void stop();
   void run_as(int index, Job& job);
   void wait_at_barrier();
 
@@ -92,7 +98,8 @@ class Team {
   std::vector<std::thread> threads_;
   std::unique_ptr<std::byte[]> scratch_;
   std::byte* scratch_base_ = nullptr;
-  std::mutex run_mutex_;
+  std::unique_ptr<std::byte[]> shared_;
+  std::byte* shared_base_ = nullptr;
   Job* job_ = nullptr;
   bool stopping_ = false;
   Counter counters_[kCounters];
@@ -106,7 +113,8 @@ class Team {
   std::exception_ptr failure_;
 };
 
-// The process's team, made on first use. A forked child gets a new one.
+// The process's team, made on first use. A forked child gets a new one. Jobs of all callers run one
+// after the other, also across a change of set_process_threads().
 std::shared_ptr<Team> process_team();
 void set_process_threads(int threads);
 int process_threads();

@@ -4,6 +4,8 @@
 constexpr int kLanes = 16;
 constexpr int kBlockTokens = 3;
 constexpr int kBlockTiles = 1;
+constexpr int kFloatRows = 6;
+constexpr int kFloatAccumulators = 6;
 
 struct F32 {
   __m256 a, b;
@@ -175,9 +177,7 @@ inline U8 u8_add_bits2(U8 low, U8 high) {
   return {_mm256_or_si256(low.a, bits2_to_4<kShift>(high.a)),
           _mm256_or_si256(low.b, bits2_to_4<kShift>(high.b))};
 }
-inline U8 u8_xor(U8 x, U8 y) {
-  return {_mm256_xor_si256(x.a, y.a), _mm256_xor_si256(x.b, y.b)};
-}
+inline U8 u8_xor(U8 x, U8 y) { return {_mm256_xor_si256(x.a, y.a), _mm256_xor_si256(x.b, y.b)}; }
 inline void opaque(F32& x) { __asm__ volatile("" : "+x"(x.a), "+x"(x.b)); }
 inline void opaque(U8& x) { __asm__ volatile("" : "+x"(x.a), "+x"(x.b)); }
 inline void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }

@@ -4,6 +4,8 @@
 constexpr int kLanes = 16;
 constexpr int kBlockTokens = 6;
 constexpr int kBlockTiles = 2;
+constexpr int kFloatRows = 12;
+constexpr int kFloatAccumulators = 24;
 
 using F32 = __m512;
 using I32 = __m512i;

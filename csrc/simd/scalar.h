@@ -4,8 +4,10 @@
 #pragma once
 
 constexpr int kLanes = 16;
-constexpr int kBlockTokens = 4;  // tokens per register block of the matrix kernels
-constexpr int kBlockTiles = 1;   // tiles per register block
+constexpr int kBlockTokens = 4;        // tokens per register block of the matrix kernels
+constexpr int kBlockTiles = 1;         // tiles per register block
+constexpr int kFloatRows = 4;          // most rows of a float register block
+constexpr int kFloatAccumulators = 4;  // F32 accumulators of it
 
 struct F32 {
   float v[16];
