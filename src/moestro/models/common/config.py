@@ -11,6 +11,8 @@ from moestro.models.common.rope import context_length, rope_from_gguf, rope_from
 from moestro.models.spec import ModelSpec
 from moestro.nn.rope import RopeConfig
 
+_MOST_LAYERS = 10_000
+
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderConfig:
@@ -58,7 +60,10 @@ def fields_from_hf(
     config = hf_reader(raw, model_type)
     if config.get("hidden_act") not in (None, "silu", "swish"):
         raise config.unsupported("hidden_act", config.get("hidden_act"), "silu is")
-    layers, trained = config.integer("num_hidden_layers"), config.integer("max_position_embeddings")
+    layers, trained = (
+        _layers(config, "num_hidden_layers"),
+        config.integer("max_position_embeddings"),
+    )
     shape = _head_shape(config, "hidden_size", "num_attention_heads", "num_key_value_heads",
                         "head_dim")  # fmt: skip
     rope = rope_from_hf(config, head_dim=shape["head_dim"], default_theta=default_theta)
@@ -103,7 +108,7 @@ def fields_from_gguf(metadata: Mapping[str, Any], architecture: str) -> dict[str
     config = gguf_reader(metadata, architecture)
     for name, harmless in _GGUF_REFUSED.items():
         config.refuse(name, *harmless)
-    layers, trained = config.integer("block_count"), config.integer("context_length")
+    layers, trained = _layers(config, "block_count"), config.integer("context_length")
     shape = _head_shape(config, "embedding_length", "attention.head_count",
                         "attention.head_count_kv", "attention.key_length")  # fmt: skip
     config.refuse("attention.value_length", shape["head_dim"])
@@ -124,6 +129,14 @@ def fields_from_gguf(metadata: Mapping[str, Any], architecture: str) -> dict[str
         "windows": (config.integer("attention.sliding_window", default=0, minimum=0),) * layers,
         "eos_token_ids": tuple(dict.fromkeys(eos)),
     }
+
+
+def _layers(config: Reader, name: str) -> int:
+    """The layer count, before anything is made once per layer."""
+    layers = config.integer(name)
+    if layers > _MOST_LAYERS:
+        raise config.wrong(name, layers, f"at most {_MOST_LAYERS}")
+    return layers
 
 
 def _head_shape(

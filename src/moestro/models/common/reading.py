@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from moestro.core.errors import CheckpointError, UnsupportedArchitecture
+
+# No size of a model comes near it; a corrupt file must not make us count that far.
+_LARGEST = 2**31 - 1
 
 
 class Reader:
@@ -29,16 +33,18 @@ class Reader:
         return None
 
     def integer(self, *names: str, default: int | None = None, minimum: int = 1) -> int:
-        """A whole number; CheckpointError if absent without default, or below ``minimum``."""
+        """A whole number; CheckpointError if absent without default, or out of all proportion."""
         value = self._present(names, default)
-        if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+        is_whole = isinstance(value, int) and not isinstance(value, bool)
+        if not is_whole or not minimum <= value <= _LARGEST:
             raise self.wrong(names[0], value, f"a whole number of at least {minimum}")
-        return value
+        return int(value)
 
     def number(self, *names: str, default: float | None = None) -> float:
         """A positive number."""
         value = self._present(names, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not (math.isfinite(value) and value > 0):
             raise self.wrong(names[0], value, "a positive number")
         return float(value)
 

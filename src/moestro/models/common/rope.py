@@ -27,6 +27,8 @@ def rope_from_hf(config: Reader, *, head_dim: int, default_theta: float) -> Rope
         raise config.unsupported("rope_parameters", dict(raw), "one set for all layers is")
     rope = Reader(raw, source=f"{config.source}, rope parameters")
     theta = rope.number("rope_theta", default=config.number("rope_theta", default=default_theta))
+    if theta <= 1:
+        raise rope.wrong("rope_theta", theta, "above 1")
     rope.refuse("partial_rotary_factor", 1, 1.0)
     config.refuse("partial_rotary_factor", 1, 1.0)
     return RopeConfig(theta=theta, rotary_dim=head_dim, scaling=_scaling_from_hf(config, rope))
@@ -40,9 +42,8 @@ def _scaling_from_hf(config: Reader, rope: Reader) -> Scaling | None:
     if kind == "linear":
         return LinearScaling(factor=rope.number("factor"))
     trained = config.integer("max_position_embeddings")
-    original = config.get("original_max_position_embeddings")
-    if original is None:
-        original = rope.integer("original_max_position_embeddings", default=trained)
+    inside = rope.integer("original_max_position_embeddings", default=trained)
+    original = config.integer("original_max_position_embeddings", default=inside)
     if kind == "llama3":
         low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
         if low >= high:
@@ -55,7 +56,10 @@ def _scaling_from_hf(config: Reader, rope: Reader) -> Scaling | None:
         )
     if kind == "yarn":
         factor = rope.number("factor", default=trained / original)
-        recommended = yarn_attention_factor(factor, rope.get("mscale"), rope.get("mscale_all_dim"))
+        mscale, all_dim = (
+            rope.number(name) if rope.get(name) else None for name in ("mscale", "mscale_all_dim")
+        )
+        recommended = yarn_attention_factor(factor, mscale, all_dim)
         return YarnScaling(
             factor=factor,
             original_context=original,
@@ -75,8 +79,11 @@ def rope_from_gguf(metadata: Reader, *, head_dim: int) -> RopeConfig:
         metadata.refuse(name, 1.0)
     metadata.refuse("rope.scaling.yarn_ext_factor", 1.0, -1.0)
     metadata.refuse("rope.scaling.yarn_log_multiplier", 0.0)
+    theta = metadata.number("rope.freq_base", default=10000.0)
+    if theta <= 1:
+        raise metadata.wrong("rope.freq_base", theta, "above 1")
     return RopeConfig(
-        theta=metadata.number("rope.freq_base", default=10000.0),
+        theta=theta,
         rotary_dim=head_dim,
         scaling=_scaling_from_gguf(metadata),
     )
