@@ -14,6 +14,7 @@ from moestro.checkpoints.base import Checkpoint, TensorInfo
 from moestro.checkpoints.files import SourceFile, show
 from moestro.checkpoints.gguf import GgufCheckpoint, first_parts
 from moestro.checkpoints.gguf_header import MAGIC as _GGUF_MAGIC
+from moestro.checkpoints.packed import MANIFEST_NAME, PackedCheckpoint
 from moestro.checkpoints.safetensors import (
     INDEX_NAME,
     INDEX_SUFFIX,
@@ -25,7 +26,6 @@ from moestro.core.errors import CheckpointError, InvalidRequest, UnsupportedForm
 
 __all__ = ["Checkpoint", "TensorInfo", "open_checkpoint"]
 
-PACKED_NAME = "moestro.json"
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _OTHER = (".h5", ".msgpack", ".onnx", ".npz", ".ot", ".tflite", ".mlmodel")
 
@@ -71,11 +71,8 @@ def _open_directory(path: Path) -> Checkpoint:
         names = sorted(os.listdir(path))
     except OSError as error:
         raise CheckpointError(f"{path} cannot be listed: {error.strerror}") from error
-    if PACKED_NAME in names:
-        # Looked up when met: the packed container brings more of the package than headers need.
-        packed = importlib.import_module("moestro.checkpoints.packed")
-        opened: Checkpoint = packed.PackedCheckpoint.open(path)
-        return opened
+    if MANIFEST_NAME in names:
+        return PackedCheckpoint.open(path)
     if SINGLE_NAME in names or INDEX_NAME in names:
         return SafetensorsCheckpoint.open(path)
     ggufs = first_parts(names)
@@ -93,7 +90,7 @@ def _open_directory(path: Path) -> Checkpoint:
 def _refuse_directory(path: Path, names: list[str]) -> NoReturn:
     if not names:
         raise CheckpointError(f"{path} is an empty directory; it holds no model")
-    wanted = f"{SINGLE_NAME}, {INDEX_NAME}, a .gguf file or {PACKED_NAME}"
+    wanted = f"{SINGLE_NAME}, {INDEX_NAME}, a .gguf file or {MANIFEST_NAME}"
     pickled = [name for name in names if name.endswith(_PICKLED) and "model" in name]
     tensors = [name for name in names if name.endswith(".safetensors")]
     if pickled and not tensors:
@@ -114,7 +111,7 @@ def _open_file(path: Path) -> Checkpoint:
         return SafetensorsCheckpoint.open(path)
     if name.endswith(".gguf") or _first_bytes(path) == _GGUF_MAGIC:
         return GgufCheckpoint.open(path)
-    if name == PACKED_NAME:
+    if name == MANIFEST_NAME:
         return _open_directory(path.parent)
     if name.endswith(_PICKLED):
         _refuse_pickle(path)

@@ -25,6 +25,7 @@ from huggingface_hub.errors import (
 )
 
 from moestro.checkpoints.gguf import first_parts, split_paths
+from moestro.checkpoints.packed import MANIFEST_NAME
 from moestro.checkpoints.safetensors import INDEX_NAME, SINGLE_NAME, read_index
 from moestro.core.errors import CheckpointError, InvalidRequest
 
@@ -32,7 +33,7 @@ T = TypeVar("T")
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(:[^:]+)?", re.ASCII)
 _FILE_SUFFIXES = (".gguf", ".safetensors", ".json", ".bin", ".pt", ".pth")
-_PACKED_NAME = "moestro.json"
+# The manifest and config come with the small files.
 _PACKED_FILES = ["*.safetensors", "experts-*.bin"]
 # What a model needs beside its weights, at the top of the repository.
 _SMALL_FILES = ["*.json", "*.jinja", "tokenizer.model", "vocab.txt", "merges.txt", "*.tiktoken"]
@@ -73,7 +74,7 @@ def fetch(hub_id: str, *, revision: str | None = None, offline: bool = False) ->
     directory = repository.snapshot(_SMALL_FILES)
     # From here on by commit: a branch that moves meanwhile must not mix two versions.
     repository.revision = directory.name
-    if (directory / _PACKED_NAME).exists():
+    if (directory / MANIFEST_NAME).exists():
         return repository.snapshot(_PACKED_FILES)
     if (directory / INDEX_NAME).exists():
         return repository.snapshot(sorted(set(read_index(directory / INDEX_NAME).values())))

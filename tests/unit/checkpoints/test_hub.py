@@ -40,6 +40,8 @@ REPOS = {
     "org/one-gguf": {"a.gguf": gguf()},
     "org/split": {"sub/m-00001-of-00002.gguf": split(0), "sub/m-00002-of-00002.gguf": split(1)},
     "org/nothing": {"config.json": CONFIG, "pytorch_model.bin": b"x"},
+    "org/packed": {"moestro.json": b"{}", "config.json": CONFIG, "shared.safetensors": WEIGHTS}
+    | {"experts-000.bin": b"x", "experts-001.bin": b"y", "notes.bin": b"z"},
     "org/evil": {"model.safetensors.index.json": b'{"weight_map": {"t": "../../x"}}'},
 }
 
@@ -136,6 +138,12 @@ def test_shards_are_those_of_the_index(server: Hub) -> None:
     assert opened.names() == ["t", "u"]
     assert "extra.safetensors" not in server.fetched
     assert "w-2.safetensors" in server.fetched
+
+
+def test_a_packed_model_is_fetched_whole(server: Hub) -> None:
+    directory = hub.fetch("org/packed")
+    assert server.fetched == set(REPOS["org/packed"]) - {"notes.bin"}
+    assert {path.name for path in directory.iterdir()} == server.fetched
 
 
 def test_cached_models_open_offline(server: Hub, monkeypatch: pytest.MonkeyPatch) -> None:

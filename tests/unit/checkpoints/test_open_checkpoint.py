@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import types
 from pathlib import Path
 
 import pytest
 from checkpoint_bytes import entry, gguf, safetensors
 
 from moestro.checkpoints import open_checkpoint
+from moestro.checkpoints.packed import PackedCheckpoint
 from moestro.core.errors import CheckpointError, InvalidRequest, UnsupportedFormat
 
 WEIGHTS = safetensors({"t": entry("U8", [3], 0, 3)}, b"abc")
@@ -53,18 +53,16 @@ def test_a_later_part_without_the_first_is_still_found(tmp_path: Path) -> None:
 
 
 def test_packed_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class PackedCheckpoint:
-        @staticmethod
-        def open(path: Path) -> tuple[str, Path]:
-            return "opened", path
-
-    packed = types.ModuleType("moestro.checkpoints.packed")
-    packed.PackedCheckpoint = PackedCheckpoint  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "moestro.checkpoints.packed", packed)
+    """moestro.json decides, whatever lies beside it; its content is the packed reader's matter."""
     (tmp_path / "moestro.json").write_text("{}")
-    (tmp_path / "shared.safetensors").write_bytes(WEIGHTS)
-    assert open_checkpoint(tmp_path) == ("opened", tmp_path)
-    assert open_checkpoint(tmp_path / "moestro.json") == ("opened", tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(WEIGHTS)
+    with pytest.raises(CheckpointError, match=r"moestro\.json"):
+        open_checkpoint(tmp_path)
+    opened: list[Path] = []
+    monkeypatch.setattr(PackedCheckpoint, "open", opened.append)
+    open_checkpoint(tmp_path)
+    open_checkpoint(tmp_path / "moestro.json")
+    assert opened == [tmp_path, tmp_path]
 
 
 @pytest.mark.parametrize(
