@@ -42,7 +42,8 @@ _HEADER = 2 * _F16_LANES + 2 * _SUB_LANES
 _BLOCK_NBYTES = LANES * BLOCK // 2
 _SOURCE_NBYTES = 144  # Q4_K: float16 d, float16 dmin, 12 B of 6-bit pairs, 128 B of nibbles
 _LEVELS = tuple(12 + n / 3 for n in range(18))
-_DIVISORS = tuple(range(63, 44, -1))
+# Down to 1: where extreme / 63 would vanish in float16, a coarser d still holds something.
+_DIVISORS = (*range(63, 44, -1), 32, 16, 8, 4, 2, 1)
 
 
 class K4Format(TiledFormat):
@@ -136,7 +137,7 @@ def _best_neighbours(
     x [N, C, 32], all others [N, C, 1]; returns scales, minima and codes [N, C, 32].
     """
     best = [torch.zeros_like(sc), torch.zeros_like(m), torch.zeros_like(x)]
-    best_error = torch.full_like(sc, torch.inf)
+    best_error = weighted_sum(x * x, w)
     for ds in (0, -1, 1):
         for dm in (0, -1, 1):
             trial_sc, trial_m = (sc + ds).clamp_(0, 63), (m + dm).clamp_(0, 63)

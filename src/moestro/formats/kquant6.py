@@ -43,7 +43,8 @@ _HIGH_NBYTES = LANES * BLOCK // 4
 _BLOCK_NBYTES = _LOW_NBYTES + _HIGH_NBYTES
 _SOURCE_NBYTES = 210  # Q6_K: 128 B low nibbles, 64 B high bits, 16 signed scales, float16 d
 _LEVELS = (*(-24 - n / 2 for n in range(20)), 31.5, 32.0, 32.5, 33.0)
-_DIVISORS = (*range(-128, -104), 127, 126, 125, 124)
+# Down to 1: where extreme / 128 would vanish in float16, a coarser d still holds something.
+_DIVISORS = (*range(-128, -104), 127, 126, 125, 124, *(-(1 << n) for n in range(7)))
 
 
 class K6Format(TiledFormat):
@@ -127,7 +128,7 @@ def _split_high(joined: Tensor) -> Tensor:
 def _best_neighbours(x: Tensor, w: Tensor | None, d: Tensor, sc: Tensor) -> tuple[Tensor, Tensor]:
     """Of the scale and its two neighbours the one of least true error, with its codes."""
     best_sc, best_codes = torch.zeros_like(sc), torch.zeros_like(x)
-    best_error = torch.full_like(sc, torch.inf)
+    best_error = weighted_sum(x * x, w)
     for step in (0, -1, 1):
         trial = (sc + step).clamp_(-128, 127)
         codes = round_codes(x, d * trial, -32, 31)

@@ -1,0 +1,91 @@
+"""Yardsticks for quantization error: plain absmax rounding, and searches after ggml's methods.
+
+Written from the published algorithms (absmax and min/max rounding; weighted least-squares search
+over trial scales, then a second level of integer scales), for comparison of errors only.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+
+def half(x: np.ndarray) -> np.ndarray:
+    return x.astype(np.float16).astype(np.float64)
+
+
+def inverse(x: np.ndarray) -> np.ndarray:
+    return np.divide(1.0, x, out=np.zeros_like(x), where=x != 0)
+
+
+def absmax(x: np.ndarray, group: int, hi: int) -> np.ndarray:
+    """Symmetric rounding to -hi..hi by the largest magnitude of each group."""
+    groups = x.reshape(-1, group).astype(np.float64)
+    d = half(np.abs(groups).max(1, keepdims=True) / hi)
+    return (np.clip(np.rint(groups * inverse(d)), -hi, hi) * d).reshape(x.shape)
+
+
+def signed_max(x: np.ndarray, group: int, lo: int) -> np.ndarray:
+    """As Q4_0 and Q8_0 without search: the extreme goes to the lower end of the range."""
+    groups = x.reshape(-1, group).astype(np.float64)
+    extreme = np.take_along_axis(groups, np.abs(groups).argmax(1)[:, None], 1)
+    d = half(extreme / lo)
+    return (np.clip(np.rint(groups * inverse(d)), lo, -lo - 1) * d).reshape(x.shape)
+
+
+def minmax(x: np.ndarray, group: int) -> np.ndarray:
+    """As Q4_1: 16 levels from the least to the greatest value of each group."""
+    groups = x.reshape(-1, group).astype(np.float64)
+    low = groups.min(1, keepdims=True)
+    d = half((groups.max(1, keepdims=True) - low) / 15)
+    low16 = half(low)
+    return (np.clip(np.rint((groups - low) * inverse(d)), 0, 15) * d + low16).reshape(x.shape)
+
+
+def two_level_affine(x: np.ndarray, weights: np.ndarray) -> np.ndarray:
+    """Q4_K: least-squares search of 21 trial scales per 32, then 6-bit scales and minima per 256.
+
+    weights: of each squared error in the search, same shape as x.
+    """
+    subs, w = x.reshape(-1, 32).astype(np.float64), weights.reshape(-1, 32)
+    low = np.minimum(subs.min(1, keepdims=True), 0)
+    span = subs.max(1, keepdims=True) - low
+    scale, offset = span / 15, low.copy()
+    codes = np.clip(np.rint((subs - low) * inverse(scale)), 0, 15)
+    best = (w * (scale * codes + offset - subs) ** 2).sum(1, keepdims=True)
+    for step in range(21):
+        codes = np.clip(np.rint((subs - low) * inverse(span) * (14 + 0.1 * step)), 0, 15)
+        sw, sl, sl2 = (np.sum(w * codes**p, 1, keepdims=True) for p in (0, 1, 2))
+        sx, sxl = np.sum(w * subs, 1, keepdims=True), np.sum(w * subs * codes, 1, keepdims=True)
+        det = sw * sl2 - sl * sl
+        d, m = (sw * sxl - sx * sl) * inverse(det), (sl2 * sx - sl * sxl) * inverse(det)
+        d = np.where(m > 0, sxl * inverse(sl2), d)
+        m = np.minimum(m, 0)
+        error = (w * (d * codes + m - subs) ** 2).sum(1, keepdims=True)
+        better = (error < best) & (det > 0)
+        scale, offset = np.where(better, d, scale), np.where(better, m, offset)
+        best = np.where(better, error, best)
+    scale, offset = scale.reshape(-1, 8, 1), -offset.reshape(-1, 8, 1)
+    top, low_top = scale.max(1, keepdims=True), offset.max(1, keepdims=True)
+    d = half(top / 63) * np.clip(np.rint(scale * 63 * inverse(top)), 0, 63)
+    m = half(low_top / 63) * np.clip(np.rint(offset * 63 * inverse(low_top)), 0, 63)
+    blocks = subs.reshape(-1, 8, 32)
+    codes = np.clip(np.rint((blocks + m) * inverse(d)), 0, 15)
+    return (d * codes - m).reshape(x.shape)
+
+
+def two_level_symmetric(x: np.ndarray, weights: np.ndarray) -> np.ndarray:
+    """Q6_K: search of 19 trial scales per 16, then signed 8-bit scales per 256."""
+    subs, w = x.reshape(-1, 16).astype(np.float64), weights.reshape(-1, 16)
+    extreme = np.take_along_axis(subs, np.abs(subs).argmax(1)[:, None], 1)
+    best, scale = np.full_like(extreme, -1), np.zeros_like(extreme)
+    for step in range(-9, 10):
+        codes = np.clip(np.rint(subs * -(32 + 0.1 * step) * inverse(extreme)), -32, 31)
+        sxl, sl2 = (w * subs * codes).sum(1, keepdims=True), (w * codes**2).sum(1, keepdims=True)
+        gain = sxl * sxl * inverse(sl2)
+        better = gain > best
+        scale, best = np.where(better, sxl * inverse(sl2), scale), np.where(better, gain, best)
+    scale = scale.reshape(-1, 16, 1)
+    top = np.take_along_axis(scale, np.abs(scale).argmax(1)[:, None], 1)
+    d = half(top / -128) * np.clip(np.rint(scale * -128 * inverse(top)), -128, 127)
+    blocks = subs.reshape(-1, 16, 16)
+    return (np.clip(np.rint(blocks * inverse(d)), -32, 31) * d).reshape(x.shape)

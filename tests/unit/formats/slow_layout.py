@@ -1,0 +1,92 @@
+"""An independent, element by element decoder written from the layout table of the packed formats.
+
+It indexes bytes as the table says and shares no code with moestro.formats: what it reads is what a
+kernel reads.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+
+import numpy as np
+
+
+def f16(data: bytes, at: int) -> float:
+    return struct.unpack_from("<e", data, at)[0]
+
+
+def tile_shape(name: str, cols: int) -> tuple[int, int]:
+    """(channels per tile, bytes per tile)."""
+    if name == "f32":
+        return 32, 2048
+    if name in ("f16", "bf16"):
+        return 32, 1024
+    if name == "k4":
+        return 256, 2368
+    if name == "k6":
+        return 256, 3360
+    kind, _, size = name.partition("-")
+    group = math.ceil(cols / 32) * 32 if size == "row" else int(size[1:])
+    header = {"int8": 32, "int4": 32, "int4z": 48, "int4m": 64}[kind]
+    return group, header + group // 32 * (512 if kind == "int8" else 256)
+
+
+def nibble(block: bytes, k: int, c: int) -> int:
+    """Code of channel k (0..31) and row c in a 256-byte block."""
+    half, rest = divmod(k, 16)
+    j, i = divmod(rest, 4)
+    byte = block[j * 64 + c * 4 + i]
+    return byte >> 4 if half else byte & 15
+
+
+def high_bits(block: bytes, k: int, c: int) -> int:
+    j, i = divmod(k, 4)
+    h, jj = divmod(j, 4)
+    return (block[h * 64 + c * 4 + i] >> (2 * jj)) & 3
+
+
+def element(name: str, tile: bytes, k: int, c: int) -> float:
+    """Value of channel k and row c (0..15) of one tile, in Python's double arithmetic."""
+    if name == "f32":
+        return struct.unpack_from("<f", tile, 4 * (k * 16 + c))[0]
+    if name == "f16":
+        return f16(tile, 2 * (k * 16 + c))
+    if name == "bf16":
+        at = 2 * ((k // 2) * 32 + c * 2 + k % 2)
+        return struct.unpack("<f", b"\0\0" + tile[at : at + 2])[0]
+    block, kk = divmod(k, 32)
+    kind = name.partition("-")[0]
+    if kind == "int8":
+        code = tile[32 + block * 512 + (kk // 4) * 64 + c * 4 + kk % 4]
+        return f16(tile, 2 * c) * (code - 128)
+    if kind == "k4":
+        codes = tile[320 + block * 256 :]
+        scale, low = tile[64 + block * 16 + c], tile[192 + block * 16 + c]
+        return f16(tile, 2 * c) * scale * nibble(codes, kk, c) - f16(tile, 32 + 2 * c) * low
+    if kind == "k6":
+        codes = tile[288 + block * 384 :]
+        scale = struct.unpack_from("b", tile, 32 + (k // 16) * 16 + c)[0]
+        code = nibble(codes, kk, c) | high_bits(codes[256:], kk, c) << 4
+        return f16(tile, 2 * c) * scale * (code - 32)
+    header = {"int4": 32, "int4z": 48, "int4m": 64}[kind]
+    code = nibble(tile[header + block * 256 :], kk, c)
+    scale = f16(tile, 2 * c)
+    if kind == "int4":
+        return scale * (code - 8)
+    if kind == "int4z":
+        return scale * (code - tile[32 + c])
+    return scale * code + f16(tile, 32 + 2 * c)
+
+
+def decode(name: str, data: bytes, rows: int, cols: int) -> np.ndarray:
+    """Packed bytes -> float64 [rows, cols]."""
+    group, nbytes = tile_shape(name, cols)
+    groups = math.ceil(cols / group)
+    assert len(data) == math.ceil(rows / 16) * groups * nbytes
+    out = np.empty((rows, cols))
+    for n in range(rows):
+        for k in range(cols):
+            at = ((n // 16) * groups + k // group) * nbytes
+            out[n, k] = element(name, data[at : at + nbytes], k % group, n % 16)
+    return out
