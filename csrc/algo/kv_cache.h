@@ -1,0 +1,72 @@
+// The paged key/value cache and the ragged batch that indexes it: their checks, and the op that
+// stores a step's keys and values.
+#pragma once
+
+#include <memory>
+
+#include "algo/rows.h"
+#include "core/program.h"
+#include "isa/attention_kernels.h"
+
+namespace moestro {
+
+// One layer's cache. k: [pages, kv_heads, page_size / 16, head_dim, 16],
+// v: [pages, kv_heads, page_size, head_dim].
+struct PagedCache {
+  std::byte* k;
+  std::byte* v;
+  CacheType type;
+  int64_t pages;
+  int64_t kv_heads;
+  int64_t page_size;
+  int64_t head_dim;
+
+  KvHead head(int64_t index, const int32_t* pages_of_slot) const {
+    const int64_t bytes = page_size * head_dim * cache_element_size(type);
+    return {.k = k + index * bytes,
+            .v = v + index * bytes,
+            .page_bytes = kv_heads * bytes,
+            .pages = pages_of_slot,
+            .page_size = page_size,
+            .head_dim = static_cast<int>(head_dim),
+            .type = type};
+  }
+};
+
+// Where the tokens of a step belong.
+struct RaggedBatch {
+  const int32_t* positions;   // [T]
+  const int32_t* slots;       // [T]
+  const int32_t* page_table;  // [slots, pages_per_slot]
+  int64_t slot_count;
+  int64_t pages_per_slot;
+
+  const int32_t* pages_of(int64_t token) const {
+    return page_table + slots[token] * pages_per_slot;
+  }
+};
+
+// Tokens first..end-1 of a batch, all of one sequence.
+struct Run {
+  int64_t first;
+  int64_t end;
+};
+
+// The run that starts at token `first` of `rows`. Throws InvalidRequest if its slot lies outside
+// the page table or its positions outside the slot's pages, or do not ascend by one.
+Run next_run(const char* op, const PagedCache& cache, const RaggedBatch& batch, int64_t first,
+             int64_t rows);
+// Throws InvalidRequest if a page of positions first..last of the token's slot is not in the cache.
+void require_pages(const char* op, const PagedCache& cache, const RaggedBatch& batch, int64_t token,
+                   int64_t first, int64_t last);
+
+struct WriteKvArgs {
+  const float* k;  // [T, kv_heads * head_dim]
+  const float* v;
+  PagedCache cache;
+  RaggedBatch batch;
+};
+
+std::unique_ptr<Op> make_write_kv(const WriteKvArgs& args, Rows rows);
+
+}  // namespace moestro
