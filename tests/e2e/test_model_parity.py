@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from moestro import models
 from moestro.checkpoints import open_checkpoint
 from moestro.devices.base import Device
+from moestro.memory.convert import convert
 from moestro.memory.loader import load_weights
 from moestro.memory.policy import FormatPolicy
 from moestro.models import Model
@@ -52,6 +53,21 @@ def gguf_file(model: PreTrainedModel, folder: Path) -> Path:
 def old_gguf_file(model: PreTrainedModel, folder: Path) -> Path:
     folder.mkdir()
     return tiny_models.write_gguf(model, folder / "model.gguf", one_tensor_per_expert=True)
+
+
+def packed(source: Callable[[PreTrainedModel, Path], Path]):
+    """The written checkpoint converted to a packed directory, values kept."""
+
+    def write(model: PreTrainedModel, folder: Path) -> Path:
+        checkpoint = open_checkpoint(str(source(model, folder)))
+        try:
+            specs = models.describe(checkpoint).weights
+            convert(checkpoint, specs, folder.with_name("packed"), policy=FormatPolicy.parse(""))
+        finally:
+            checkpoint.close()
+        return folder.with_name("packed")
+
+    return write
 
 
 LINEAR = {"rope_type": "linear", "factor": 4.0}
@@ -116,6 +132,11 @@ VARIANTS = [
     case("mixtral-gguf-old", "mixtral", old_gguf_file),
     case("qwen2-moe-gguf", "qwen2_moe", gguf_file),
     case("qwen3-moe-gguf", "qwen3_moe", gguf_file),
+    case("llama-gguf-packed", "llama", packed(gguf_file), rope_parameters=BANDS),
+    case("mixtral-packed", "mixtral", packed(tiny_models.write_safetensors)),
+    case("qwen2-moe-packed", "qwen2_moe", packed(tiny_models.write_safetensors)),
+    case("qwen2-moe-gguf-packed", "qwen2_moe", packed(gguf_file)),
+    case("qwen3-moe-packed", "qwen3_moe", packed(tiny_models.write_fused), mlp_only_layers=[0]),
 ]  # fmt: skip
 
 Fixture = Callable[[Case], tuple[Model, PreTrainedModel]]

@@ -7,7 +7,8 @@ that kernels read: loading is reading.
     moestro.json        the manifest below
     config.json         the source's config.json, or the metadata of its GGUF file
     shared.safetensors  everything but experts: vectors as F32, packed matrices as U8
-    experts-LLL.bin     one layer's experts, equal blobs ``gate | up | down``, each 4096-aligned
+    experts-LLL.bin     one layer's experts, equal blobs ``gate | up | down``, each 4096-aligned;
+                        a layer's shared expert is in experts-LLL-shared.bin
     tokenizer files     as they were beside the source
 """
 

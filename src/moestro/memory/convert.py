@@ -120,7 +120,10 @@ def convert(
 
 
 def _plan_files(sources: Sequence[Resolved]) -> dict[str, list[Source] | ExpertsSource]:
-    """File name -> the weights in it: all but experts together, then each layer's experts."""
+    """File name -> the weights in it: all but experts together, then each layer's banks.
+
+    A layer may have a second bank, its shared expert, which is named by its role.
+    """
     shared = [source for source in sources if isinstance(source, Source)]
     files: dict[str, list[Source] | ExpertsSource] = {SHARED_NAME: shared}
     banks = [source for source in sources if isinstance(source, ExpertsSource)]
@@ -128,7 +131,9 @@ def _plan_files(sources: Sequence[Resolved]) -> dict[str, list[Source] | Experts
         number = bank.spec.layer if bank.spec.layer >= 0 else index
         name = f"experts-{number:03d}.bin"
         if name in files:
-            raise ValueError(f"two weights of kind experts have layer {number}")
+            name = f"experts-{number:03d}-{bank.spec.role}.bin"
+        if name in files:
+            raise ValueError(f"two weights of kind experts and one role have layer {number}")
         files[name] = bank
     return files
 

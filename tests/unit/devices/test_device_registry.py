@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from moestro import devices
 from moestro.core.errors import InvalidRequest
@@ -14,6 +15,14 @@ def test_reference_device():
     assert device.name == "reference"
     assert isinstance(device.ops, ReferenceOps)
     assert devices.get("reference") is device
+    assert device.isa == "torch"
+
+
+def test_reference_device_sets_the_threads_of_torch():
+    before = torch.get_num_threads()
+    devices.get("reference").set_threads(before + 1)
+    assert torch.get_num_threads() == before + 1
+    devices.get("reference").set_threads(before)
 
 
 def test_unknown_device_lists_the_known_ones():
