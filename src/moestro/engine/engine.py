@@ -111,7 +111,7 @@ class Engine:
         live = _Live(
             request=request,
             sequence=sequence,
-            sampler=Sampler(params, prompt, self._eos),
+            sampler=Sampler(params, prompt, self._eos, request_id=request.id),
             decoder=self._tokenizer.stream(),
             matcher=StopMatcher(params.stop),
         )

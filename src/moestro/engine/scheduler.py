@@ -206,13 +206,13 @@ class Scheduler:
         """(positions, kept sequence) to take over, or (0, None).
 
         The last token is always computed, since its logits are needed. A prefix shorter than a
-        page is not worth ending a longer kept sequence for, unless it is all of it.
+        page is not worth ending a kept sequence for, unless it is half of it.
         """
         best: tuple[int, _Kept | None] = (0, None)
         for kept in reversed(self._kept):
             common = _common_prefix(kept.tokens, sequence.tokens)
             common = min(common, len(sequence.tokens) - 1)
-            enough = min(self.pool.page_size, len(kept.tokens))
+            enough = min(self.pool.page_size, -(-len(kept.tokens) // 2))
             if common >= enough and common > best[0]:
                 best = (common, kept)
         return best

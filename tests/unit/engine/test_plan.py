@@ -1,0 +1,86 @@
+"""The memory plan: what is chosen without being asked, and refusals with their numbers."""
+
+from __future__ import annotations
+
+import pytest
+
+from moestro.core.errors import InvalidRequest, OutOfBudget
+from moestro.engine.config import DEFAULT_CONTEXT, EngineConfig
+from moestro.engine.plan import SMALLEST_CONTEXT, MemoryPlan, plan_memory
+from moestro.models.spec import ModelSpec
+
+MIB = 2**20
+WEIGHTS = 100 * MIB
+
+
+def spec(context: int = 32768) -> ModelSpec:
+    return ModelSpec(
+        model_type="test",
+        hidden_size=64,
+        num_layers=4,
+        vocab_size=1000,
+        kv_heads=2,
+        head_dim=64,
+        context_length=context,
+    )
+
+
+def plan(budget: int, model_context: int = 32768, **options: object) -> MemoryPlan:
+    return plan_memory(
+        spec(model_context),
+        EngineConfig.from_options(options),
+        weights=WEIGHTS,
+        scratch_per_token=1024,
+        budget=budget,
+    )
+
+
+def test_with_plenty_every_sequence_gets_the_whole_context() -> None:
+    chosen = plan(10_000 * MIB)
+    assert chosen.context == DEFAULT_CONTEXT
+    assert chosen.pages == 8 * DEFAULT_CONTEXT // 32
+    # 2 (k, v) x 4 layers x 2 heads x 64 x 32 positions x 2 bytes
+    assert chosen.page_bytes == 2 * 4 * 2 * 64 * 32 * 2
+    assert chosen.total == chosen.weights + chosen.buffers + chosen.kv <= chosen.budget
+
+
+def test_a_short_model_bounds_the_default_context() -> None:
+    assert plan(10_000 * MIB, model_context=2048).context == 2048
+
+
+def test_sequences_share_pages_where_memory_is_short() -> None:
+    chosen = plan(WEIGHTS + 25 * MIB)
+    assert chosen.context == DEFAULT_CONTEXT
+    assert DEFAULT_CONTEXT // 32 <= chosen.pages < 8 * DEFAULT_CONTEXT // 32
+    assert chosen.total <= chosen.budget
+
+
+def test_the_default_context_shrinks_before_anything_is_refused() -> None:
+    chosen = plan(WEIGHTS + 4 * MIB)
+    assert SMALLEST_CONTEXT <= chosen.context < DEFAULT_CONTEXT
+    assert chosen.pages * 32 >= chosen.context
+    assert chosen.total <= chosen.budget
+
+
+@pytest.mark.parametrize("budget", [0, WEIGHTS, WEIGHTS + MIB])
+def test_what_does_not_fit_is_refused_with_every_number(budget: int) -> None:
+    with pytest.raises(OutOfBudget) as error:
+        plan(budget, memory="1GiB")
+    text = str(error.value)
+    for word in ("weights", "100 MiB", "KV cache", "buffers", "budget", "missing", "Ways out"):
+        assert word in text
+
+
+def test_a_context_that_was_asked_for_is_never_made_smaller() -> None:
+    with pytest.raises(OutOfBudget, match="16384 tokens"):
+        plan(WEIGHTS + 20 * MIB, context=16384)
+
+
+def test_a_context_beyond_the_models_is_refused_with_both_numbers() -> None:
+    with pytest.raises(InvalidRequest, match=r"4096.*2048"):
+        plan(10_000 * MIB, model_context=2048, context=4096)
+
+
+@pytest.mark.parametrize(("dtype", "nbytes"), [("float16", 2), ("bfloat16", 2), ("float32", 4)])
+def test_kv_dtype_decides_page_bytes(dtype: str, nbytes: int) -> None:
+    assert plan(10_000 * MIB, kv_dtype=dtype).page_bytes == 2 * 4 * 2 * 64 * 32 * nbytes
