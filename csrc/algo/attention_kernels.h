@@ -66,23 +66,26 @@ struct Attending {
   const KvHead& kv;
   const float* packed;
   Partial part;
-  int64_t stride;  // floats between rows of values and of part.out
-  float* scores;   // [rows][kBlockKeys], turned into probabilities in place
-  float* sums;     // [rows][16]
+  TileShape shape;
+  float* scores;  // [rows][kBlockKeys], turned into probabilities in place
+  float* sums;    // [rows][16]
   float* wide_keys;
   float* wide_values;
-  const float* keys[kBlockKeys / kKeyLanes];    // [head_dim][16] each
-  const float* values[kBlockKeys / kKeyLanes];  // [16][stride] each
-  int64_t key0 = 0;                             // first position of the block
+  KeyTile tiles[kBlockKeys / kKeyLanes];
+  int64_t key0 = 0;  // first position of the block
 
   Attending(const QueryBlock& query, const KvHead& head, const float* packed_queries, float* work,
             Partial out)
       : q(query), kv(head), packed(packed_queries), part(out) {
-    stride = Partial::padded(head.head_dim);
+    const int64_t element = cache_element_size(head.type);
+    shape = {.depth = head.head_dim,
+             .stride = Partial::padded(head.head_dim),
+             .next_lane = kKeyLanes * element,
+             .next_value = head.head_dim * element};
     scores = work;
     sums = scores + query.rows() * kBlockKeys;
     wide_keys = sums + query.rows() * 16;
-    wide_values = wide_keys + kBlockKeys * stride;
+    wide_values = wide_keys + kBlockKeys * shape.stride;
   }
   // What a token sees of the block, as first and end key of it.
   int first_key(int token) const {
@@ -93,26 +96,35 @@ struct Attending {
   }
 };
 
+// Bytes from page 0 to the tile that holds a position, in k and in v.
+inline int64_t tile_offset(const KvHead& kv, int64_t position) {
+  const int64_t in_page = (position % kv.page_size) * kv.head_dim * cache_element_size(kv.type);
+  return kv.pages[position / kv.page_size] * kv.page_bytes + in_page;
+}
+
 // Finds tiles first..end-1 of the block, in place where the cache holds what the products read.
 inline void find_tiles(Attending& a, int first, int end) {
-  const int depth = a.kv.head_dim;
-  const int64_t element = cache_element_size(a.kv.type);
+  const KvHead& kv = a.kv;
+  const int depth = kv.head_dim;
+  const int64_t last = a.q.last_key(a.q.tokens - 1);
   for (int t = first; t < end; ++t) {
-    const int64_t position = a.key0 + t * kKeyLanes, offset = position % a.kv.page_size;
-    const int64_t start = a.kv.pages[position / a.kv.page_size] * a.kv.page_bytes;
-    const std::byte* k = a.kv.k + start + offset * depth * element;
-    const std::byte* v = a.kv.v + start + offset * depth * element;
-    a.keys[t] = reinterpret_cast<const float*>(k);
-    a.values[t] = reinterpret_cast<const float*>(v);
-    if (a.kv.type != CacheType::kF32) {
+    const int64_t position = a.key0 + t * kKeyLanes, next = position + kBlockKeys;
+    const int64_t offset = tile_offset(kv, position);
+    const int64_t next_offset = next <= last ? tile_offset(kv, next) : offset;
+    const std::byte *k = kv.k + offset, *v = kv.v + offset;
+    a.tiles[t] = {.keys = reinterpret_cast<const float*>(k),
+                  .values = reinterpret_cast<const float*>(v),
+                  .next_keys = kv.k + next_offset,
+                  .next_values = kv.v + next_offset};
+    if (kv.type != CacheType::kF32) {
       float* wide = a.wide_keys + t * kKeyLanes * depth;
-      widen(a.kv.type, k, depth, kKeyLanes, wide);
-      a.keys[t] = wide;
+      widen(kv.type, k, depth, kKeyLanes, wide);
+      a.tiles[t].keys = wide;
     }
-    if (a.kv.type != CacheType::kF32 || a.stride != depth) {
-      float* wide = a.wide_values + t * kKeyLanes * a.stride;
-      widen(a.kv.type, v, kKeyLanes, depth, wide);
-      a.values[t] = wide;
+    if (kv.type != CacheType::kF32 || a.shape.stride != depth) {
+      float* wide = a.wide_values + t * kKeyLanes * a.shape.stride;
+      widen(kv.type, v, kKeyLanes, depth, wide);
+      a.tiles[t].values = wide;
     }
   }
 }
@@ -129,8 +141,8 @@ inline F32 keep_keys(F32 x, int first, int end) {
 inline void rescale_row(Attending& a, int row, float max) {
   const F32 shrink = f_exp(f_sub(f_set1(a.part.max[row]), f_set1(max)));
   f_store(a.sums + row * 16, f_mul(f_load(a.sums + row * 16), shrink));
-  float* out = a.part.out + row * a.stride;
-  for (int64_t d = 0; d < a.stride; d += 16) f_store(out + d, f_mul(f_load(out + d), shrink));
+  float* out = a.part.out + row * a.shape.stride;
+  for (int64_t d = 0; d < a.shape.stride; d += 16) f_store(out + d, f_mul(f_load(out + d), shrink));
   a.part.max[row] = max;
 }
 
@@ -173,8 +185,8 @@ inline void add_values(const Attending& a, int first, int end) {
       row_end = static_cast<int>(std::min<int64_t>(end, (distance + a.q.window) * heads));
       key_end = key + 1;
     }
-    value_rows(row_end - row, a.scores + row * kBlockKeys, a.values, key, key_end, a.stride,
-               a.part.out + row * a.stride);
+    value_rows(row_end - row, a.scores + row * kBlockKeys, a.tiles, key, key_end, a.shape,
+               a.part.out + row * a.shape.stride);
     key = key_end;
   }
 }
@@ -191,8 +203,8 @@ inline void attend_block(Attending& a) {
   find_tiles(a, tile0, tile_end);
   const Panels panels(q.rows());
   for (int p = row0 / panels.size * panels.size; p < row_end; p += panels.size)
-    score_rows(panels.end(p) - p, a.packed + p * a.kv.head_dim, a.keys, tile0, tile_end,
-               a.kv.head_dim, a.scores + p * kBlockKeys);
+    score_rows(panels.end(p) - p, a.packed + p * a.kv.head_dim, a.tiles, tile0, tile_end, a.shape,
+               a.scores + p * kBlockKeys);
   for (int token = token0, row = row0; token < token_end; ++token)
     for (int h = 0; h < q.heads; ++h, ++row)
       soften_row(a, row, a.first_key(token), a.end_key(token));
@@ -206,7 +218,7 @@ inline void attend_segment(const QueryBlock& block, const KvHead& head, int64_t 
   const int rows = block.rows();
   std::fill(out.max, out.max + rows, kMinusInfinity);
   std::fill(a.sums, a.sums + rows * 16, 0.0f);
-  std::fill(out.out, out.out + rows * a.stride, 0.0f);
+  std::fill(out.out, out.out + rows * a.shape.stride, 0.0f);
   const int64_t end = std::min<int64_t>((segment + 1) * kSegmentKeys,  //
                                         block.last_key(block.tokens - 1) + 1);
   for (a.key0 = segment * kSegmentKeys; a.key0 < end; a.key0 += kBlockKeys) attend_block(a);

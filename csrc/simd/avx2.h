@@ -181,3 +181,4 @@ inline U8 u8_xor(U8 x, U8 y) { return {_mm256_xor_si256(x.a, y.a), _mm256_xor_si
 inline void opaque(F32& x) { __asm__ volatile("" : "+x"(x.a), "+x"(x.b)); }
 inline void opaque(U8& x) { __asm__ volatile("" : "+x"(x.a), "+x"(x.b)); }
 inline void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
+inline void prefetch_l2(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T1); }

@@ -122,3 +122,4 @@ inline U8 u8_xor(U8 a, U8 b) { return {_mm512_xor_si512(a.v, b.v)}; }
 inline void opaque(F32& a) { __asm__ volatile("" : "+v"(a)); }
 inline void opaque(U8& a) { __asm__ volatile("" : "+v"(a.v)); }
 inline void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
+inline void prefetch_l2(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T1); }

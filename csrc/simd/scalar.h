@@ -194,6 +194,8 @@ inline U8 u8_xor(U8 a, const U8& b) {
   return a;
 }
 inline void prefetch(const void*) {}
+// Into the second-level cache: for what is needed some microseconds later.
+inline void prefetch_l2(const void*) {}
 // The compiler must take the value as new: keeps measuring loops from being hoisted.
 inline void opaque(F32& a) { __asm__ volatile("" : "+m"(a)); }
 inline void opaque(U8& a) { __asm__ volatile("" : "+m"(a)); }
