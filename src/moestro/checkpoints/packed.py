@@ -15,6 +15,7 @@ that kernels read: loading is reading.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -289,7 +290,10 @@ class _Reader:
             dtype = format_name = self.text(raw, "format")
             if len(shape) != 2:
                 raise self.fail(f"matrix {show(key)} has the shape {list(shape)}")
-        elif kind == "experts":
+        elif kind == "vector":
+            if nbytes != 4 * math.prod(shape):
+                raise self.fail(f"vector {show(key)} {list(shape)} has {nbytes} bytes")
+        else:
             blob, parts = self.blob(key, raw, shape, nbytes)
             stored, dtype = (shape[0], blob), "U8"
         return PackedEntry(

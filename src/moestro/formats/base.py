@@ -79,11 +79,12 @@ class Format(ABC):
         )
 
 
-def require_finite(weight: Tensor, name: str = "weight") -> None:
-    """Raise CheckpointError if any element is NaN or infinite."""
-    if not bool(torch.isfinite(weight).all()):
-        bad = int((~torch.isfinite(weight)).sum())
-        raise CheckpointError(f"{name}: {bad} of {weight.numel()} weights are not finite")
+def require_finite(values: Tensor, name: str = "") -> None:
+    """Raise CheckpointError if any element is NaN or infinite. ``name`` begins the message."""
+    if not bool(torch.isfinite(values).all()):
+        bad = int((~torch.isfinite(values)).sum())
+        prefix = f"{name}: " if name else ""
+        raise CheckpointError(f"{prefix}{bad} of {values.numel()} weights are not finite")
 
 
 @dataclass(frozen=True)

@@ -193,7 +193,7 @@ class PackedWriter:
             (self.work_dir / JOURNAL_NAME).unlink(missing_ok=True)
             self._publish()
         except OSError as error:
-            self._refuse(self.work_dir / MANIFEST_NAME, error)
+            self._refuse(self.work_dir / (MANIFEST_NAME + _TEMPORARY), error)
 
     def _publish(self) -> None:
         os.fsync(self._lock)
@@ -209,7 +209,7 @@ class PackedWriter:
             self._publish()
             return
         if not journal.exists():
-            if any(self.work_dir.iterdir()):
+            if {path.name for path in self.work_dir.iterdir()} - {JOURNAL_NAME + _TEMPORARY}:
                 raise InvalidRequest(
                     f"{self.work_dir} is in the way and is no unfinished conversion; move it"
                 )
@@ -242,7 +242,7 @@ class PackedWriter:
         try:
             self._put_json(JOURNAL_NAME, {"fingerprint": self.fingerprint, "files": entries})
         except OSError as error:
-            self._refuse(self.work_dir / JOURNAL_NAME, error)
+            self._refuse(self.work_dir / (JOURNAL_NAME + _TEMPORARY), error)
 
     def _put_json(self, name: str, value: Any) -> None:
         temporary = self.work_dir / (name + _TEMPORARY)
@@ -253,17 +253,16 @@ class PackedWriter:
         os.replace(temporary, self.work_dir / name)
         os.fsync(self._lock)
 
-    def _refuse(self, path: Path, error: OSError) -> NoReturn:
-        if path.is_file():
-            path.unlink()
+    def _refuse(self, temporary: Path, error: OSError) -> NoReturn:
+        if temporary.is_file():
+            temporary.unlink()
+        again = "run the same command again, it continues where it stopped"
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise OutOfBudget(
-                f"the disk is full at {path}; free some space and run the same command again, it "
-                "continues where it stopped"
+                f"the disk is full at {temporary}; free some space and {again}"
             ) from error
         raise InvalidRequest(
-            f"{path} cannot be written: {error.strerror}; run the same command again when it can, "
-            "it continues where it stopped"
+            f"{temporary} cannot be written: {error.strerror}; when it can, {again}"
         ) from error
 
 

@@ -56,7 +56,7 @@ class Packer:
         info = source.info
         raw = self._unpermute(self.checkpoint.read(info.name), source)
         values = _to_float(info.dtype, raw, 1, math.prod(info.shape)).to(torch.float32)
-        require_finite(values, info.name)
+        require_finite(values, f"{self.checkpoint.path}: {info.name}")
         return values.reshape(source.spec.shape).contiguous()
 
     def matrix(self, source: Source, errors: ErrorSum | None = None) -> Tensor:
