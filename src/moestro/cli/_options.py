@@ -35,6 +35,14 @@ FormatsOption = Annotated[
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="print one JSON object instead")]
 
+#: sampling in the terminal: no options for what only programs read, and a little cooler than the
+#: models' own distribution, as chat programs do
+CLI_SAMPLING: dict[str, Any] = {
+    "without": ("logprobs", "logit_bias"),
+    "temperature": 0.7,
+    "top_p": 0.95,
+}
+
 Command = Callable[..., None]
 
 
@@ -61,6 +69,7 @@ def options(
 
         def wrapper(**values: Any) -> None:
             chosen = {field.name: values.pop(field.name) for field in fields}
+            chosen = {k: tuple(v) if isinstance(v, list) else v for k, v in chosen.items()}
             command(**values, **{name: cls(**fixed, **chosen)})
 
         keyword = inspect.Parameter.KEYWORD_ONLY

@@ -16,6 +16,7 @@ import typer
 
 from moestro.cli._models import open_llm
 from moestro.cli._options import (
+    CLI_SAMPLING,
     DeviceOption,
     FormatsOption,
     ModelArgument,
@@ -42,14 +43,7 @@ Ctrl-C stops the answer and keeps what came. Ctrl-D on an empty line leaves.
 
 
 @options("engine", EngineConfig, without=("max_sequences",), max_sequences=1)
-@options(
-    "sampling",
-    SamplingParams,
-    without=("logprobs", "logit_bias"),
-    temperature=0.7,
-    top_p=0.95,
-    max_tokens=None,
-)
+@options("sampling", SamplingParams, **CLI_SAMPLING, max_tokens=None)
 def chat(
     model: ModelArgument,
     system: Annotated[
@@ -65,16 +59,56 @@ def chat(
 ) -> None:
     """Talk with a model. Ctrl-C stops an answer, Ctrl-D leaves; /help shows the commands."""
     with open_llm(model, engine, device=device, formats=formats, revision=revision) as llm:
-        conversation = Conversation(llm=llm, sampling=sampling, system=system)
-        conversation.reset()
-        if sys.stdin.isatty():
-            note(f"{model} · /help for commands, Ctrl-D to leave")
-            turns = typed_turns()
-        else:
-            turns = (line.rstrip("\n") for line in sys.stdin)
-        for text in turns:
-            if text.strip():
-                conversation.turn(text)
+        typed = sys.stdin.isatty()
+        with Interrupts(leave_when_idle=not typed) as interrupts:
+            talk = Conversation(llm=llm, sampling=sampling, interrupts=interrupts, system=system)
+            talk.reset()
+            if typed:
+                note(f"{model} · /help for commands, Ctrl-D to leave")
+            for text in typed_turns() if typed else (line.rstrip("\n") for line in sys.stdin):
+                if text.strip():
+                    talk.turn(text)
+
+
+class Interrupts:
+    """What Ctrl-C does: it stops the answer, between two steps of it; a second one before that ends
+    the program. Without an answer it does nothing, as the prompt has its own meaning for it, or
+    ends the program if ``leave_when_idle``.
+    """
+
+    def __init__(self, *, leave_when_idle: bool) -> None:
+        self._leave_when_idle = leave_when_idle
+        self._answering = False
+        self._pressed = False
+        self._stream: TextStream | None = None
+
+    @contextmanager
+    def answering(self) -> Iterator[Callable[[TextStream], None]]:
+        """While an answer is made; call what it yields with the answer's stream."""
+        self._answering, self._pressed = True, False
+        try:
+            yield self._watch
+        finally:
+            self._answering, self._stream = False, None
+
+    def _watch(self, stream: TextStream) -> None:
+        self._stream = stream
+        if self._pressed:
+            stream.cancel()
+
+    def _handle(self, signum: int, frame: FrameType | None) -> None:
+        if self._pressed if self._answering else self._leave_when_idle:
+            raise KeyboardInterrupt
+        self._pressed = True
+        if self._stream is not None:
+            self._stream.cancel()
+
+    def __enter__(self) -> Interrupts:
+        self._previous: Any = signal.signal(signal.SIGINT, self._handle)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        signal.signal(signal.SIGINT, self._previous)
 
 
 @dataclass(kw_only=True)
@@ -83,6 +117,7 @@ class Conversation:
 
     llm: LLM
     sampling: SamplingParams
+    interrupts: Interrupts
     system: str | None = None
     messages: list[dict[str, str]] = field(default_factory=list)
     last: Completion | None = None
@@ -98,15 +133,19 @@ class Conversation:
             note(f"error: {error}")
 
     def answer(self, text: str) -> None:
-        """Stream the answer to ``text``; what came before Ctrl-C is kept as the answer."""
+        """Stream the answer to ``text``. What came before Ctrl-C is kept as the answer; if nothing
+        did, the turn is forgotten.
+        """
         messages = [*self.messages, {"role": "user", "content": text}]
-        with self.llm.stream(messages, self.sampling) as stream:
-            with stop_on_interrupt(stream):
+        with self.interrupts.answering() as watch:
+            with self.llm.stream(messages, self.sampling) as stream:
+                watch(stream)
                 for piece in stream:
                     write(piece)
             write("\n")
-            self.last = stream.completion()
-        self.messages = [*messages, {"role": "assistant", "content": self.last.text}]
+        self.last = stream.completion()
+        if self.last.text:
+            self.messages = [*messages, {"role": "assistant", "content": self.last.text}]
         note(f"[{stats_line(self.last)}]")
 
     def command(self, line: str) -> None:
@@ -190,18 +229,3 @@ def typed_turns() -> Iterator[str]:
             note("(Ctrl-D leaves)")
         except EOFError:
             return
-
-
-@contextmanager
-def stop_on_interrupt(stream: TextStream) -> Iterator[None]:
-    """Ctrl-C ends the stream between two steps; a second one before that ends the program."""
-
-    def stop(signum: int, frame: FrameType | None) -> None:
-        stream.cancel()
-        signal.signal(signal.SIGINT, previous)
-
-    previous: Any = signal.signal(signal.SIGINT, stop)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, previous)

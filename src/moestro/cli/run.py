@@ -9,6 +9,7 @@ import typer
 
 from moestro.cli._models import open_llm
 from moestro.cli._options import (
+    CLI_SAMPLING,
     DeviceOption,
     FormatsOption,
     ModelArgument,
@@ -22,7 +23,7 @@ from moestro.engine.request import SamplingParams
 
 
 @options("engine", EngineConfig, without=("max_sequences",), max_sequences=1)
-@options("sampling", SamplingParams, without=("logprobs", "logit_bias"))
+@options("sampling", SamplingParams, **CLI_SAMPLING)
 def run(
     model: ModelArgument,
     prompt: Annotated[
