@@ -14,6 +14,7 @@ from tiny_checkpoint import EOS, VOCAB
 from moestro import LLM, SamplingParams, devices, models
 from moestro.checkpoints import open_checkpoint
 from moestro.core.errors import InvalidRequest, MoestroError, OutOfBudget
+from moestro.devices.base import Device
 from moestro.engine.config import EngineConfig
 from moestro.engine.engine import Engine
 from moestro.engine.loading import load_engine
@@ -22,7 +23,6 @@ from moestro.memory.loader import load_weights
 from moestro.memory.policy import FormatPolicy
 from moestro.text import Tokenizer, load_tokenizer
 
-DEVICE = "reference"
 PAGE = 16
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 PROMPTS = ["a", "Why is the sky blue?", "x" * 33, "One two three four five six seven eight nine"]
@@ -33,16 +33,22 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_checkpoint.write(tmp_path_factory.mktemp("tiny") / "model")
 
 
-@pytest.fixture(scope="module")
-def parts(folder: Path) -> tuple[models.Model, Tokenizer]:
+@pytest.fixture(scope="module", params=["reference", "cpu"])
+def device(request: pytest.FixtureRequest) -> Device:
+    opened = devices.get(request.param)
     # Matrices this small take longer to hand out to threads than to multiply.
-    devices.get(DEVICE).set_threads(1)
+    opened.set_threads(1)
+    return opened
+
+
+@pytest.fixture(scope="module")
+def parts(folder: Path, device: Device) -> tuple[models.Model, Tokenizer]:
     checkpoint = open_checkpoint(folder)
     description = models.describe(checkpoint)
     weights = load_weights(checkpoint, description.weights, policy=FormatPolicy.parse(""))
     tokenizer = load_tokenizer(checkpoint)
     checkpoint.close()
-    return models.build(description, weights, devices.get(DEVICE)), tokenizer
+    return models.build(description, weights, device), tokenizer
 
 
 def make(
@@ -51,7 +57,7 @@ def make(
     config = EngineConfig.from_options(
         {"page_size": PAGE, "kv_dtype": "float32", "context": 96, **options}
     )
-    return Engine(*parts, config, device=devices.get(DEVICE), pages=pages)
+    return Engine(*parts, config, pages=pages)
 
 
 def request(name: str, text: str, params: SamplingParams = GREEDY) -> Request:
@@ -287,13 +293,13 @@ def test_too_few_pages_for_one_sequence_are_refused(
 
 
 @pytest.mark.parametrize("family", ["llama", "mixtral", "qwen2_moe", "qwen3_moe"])
-def test_the_plan_covers_what_is_allocated(tmp_path: Path, family: str) -> None:
+def test_the_plan_covers_what_is_allocated(tmp_path: Path, family: str, device: Device) -> None:
     model = tiny_checkpoint.write(tmp_path / family, family=family)
     totals: list[tuple[int, int]] = []
     loaded = load_engine(
         model,
         EngineConfig(max_batch_tokens=64, threads=1),
-        device=DEVICE,
+        device=device.name,
         progress=lambda done, total: totals.append((done, total)),
     )
     runner, plan = loaded.engine._runner, loaded.plan
@@ -305,8 +311,8 @@ def test_the_plan_covers_what_is_allocated(tmp_path: Path, family: str) -> None:
 
 
 @pytest.fixture
-def llm(folder: Path) -> Iterator[LLM]:
-    with LLM(folder, device=DEVICE, threads=1, context=128, kv_dtype="float32") as opened:
+def llm(folder: Path, device: Device) -> Iterator[LLM]:
+    with LLM(folder, device=device.name, threads=1, context=128, kv_dtype="float32") as opened:
         yield opened
 
 
@@ -408,24 +414,31 @@ def test_bad_input_to_the_face(llm: LLM, tmp_path: Path) -> None:
         LLM(tmp_path, device="abacus")
 
 
-def test_a_model_without_a_template_says_so(tmp_path: Path) -> None:
+def test_a_model_without_a_template_says_so(tmp_path: Path, device: Device) -> None:
     model = tiny_checkpoint.write(tmp_path / "plain", template=False)
     with (
-        LLM(model, device=DEVICE, threads=1) as llm,
+        LLM(model, device=device.name, threads=1) as llm,
         pytest.raises(InvalidRequest, match="no chat template"),
     ):
         llm.chat([{"role": "user", "content": "Hi"}])
 
 
-def test_memory_that_does_not_suffice_is_refused_before_loading(folder: Path) -> None:
+def test_memory_that_does_not_suffice_is_refused_before_loading(
+    folder: Path, device: Device
+) -> None:
     read: list[int] = []
     with pytest.raises(OutOfBudget, match="does not fit"):
-        LLM(folder, device=DEVICE, memory="300KB", progress=lambda done, total: read.append(done))
+        LLM(
+            folder,
+            device=device.name,
+            memory="300KB",
+            progress=lambda done, total: read.append(done),
+        )
     assert read == []
 
 
-def test_a_closed_model_says_so(folder: Path) -> None:
-    llm = LLM(folder, device=DEVICE, threads=1)
+def test_a_closed_model_says_so(folder: Path, device: Device) -> None:
+    llm = LLM(folder, device=device.name, threads=1)
     stream = llm.stream("abc", GREEDY)
     llm.close()
     llm.close()

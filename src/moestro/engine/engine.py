@@ -13,7 +13,6 @@ from typing import Protocol
 from torch import Tensor
 
 from moestro.core.errors import InvalidRequest, MoestroError
-from moestro.devices.base import Device
 from moestro.engine.config import DEFAULT_CONTEXT, EngineConfig
 from moestro.engine.pages import PagePool
 from moestro.engine.request import FinishReason, Output, Request, Timings, TokenLogprob, Usage
@@ -58,7 +57,6 @@ class Engine:
         tokenizer: Tokenizer,
         config: EngineConfig | None = None,
         *,
-        device: Device,
         pages: int | None = None,
     ) -> None:
         config = config or EngineConfig()
@@ -83,7 +81,7 @@ class Engine:
             max_batch_tokens=config.max_batch_tokens,
             context=self.context,
         )
-        self._runner = Runner(model, device, config, context=self.context, pages=pages)
+        self._runner = Runner(model, config, context=self.context, pages=pages)
         self._live: dict[str, _Live] = {}
 
     @property

@@ -86,9 +86,7 @@ def load_engine(
     finally:
         checkpoint.close()
     built = models.build(description, weights, target, max_positions=plan.context)
-    engine = Engine(
-        built, tokenizer, config.replace(context=plan.context), device=target, pages=plan.pages
-    )
+    engine = Engine(built, tokenizer, config.replace(context=plan.context), pages=plan.pages)
     return Loaded(
         engine=engine,
         tokenizer=tokenizer,

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from moestro.devices.base import Device
 from moestro.engine.config import EngineConfig
 from moestro.engine.scheduler import Work
 from moestro.models.spec import Model
@@ -21,9 +20,7 @@ from moestro.ops.contracts import Batch
 class Runner:
     """Owns the KV cache, the activation buffers and the recorded program of one model."""
 
-    def __init__(
-        self, model: Model, device: Device, config: EngineConfig, *, context: int, pages: int
-    ) -> None:
+    def __init__(self, model: Model, config: EngineConfig, *, context: int, pages: int) -> None:
         self._table = Batch.allocate(
             tokens=config.max_batch_tokens,
             slots=config.max_sequences,
@@ -36,7 +33,7 @@ class Runner:
         self._buffers = model.allocate_buffers(
             tokens=config.max_batch_tokens, logits=config.max_sequences
         )
-        with device.ops.record() as program:
+        with model.device.ops.record() as program:
             model.forward(self._table, self._cache, self._buffers)
         self._program = program
 

@@ -57,6 +57,8 @@ class Model(Protocol):
 
     @property
     def spec(self) -> ModelSpec: ...
+    @property
+    def device(self) -> Device: ...
 
     def allocate_cache(self, *, pages: int, page_size: int, dtype: torch.dtype) -> list[KvLayer]:
         """Zeroed caches, one per layer; page_size is a multiple of 16."""
