@@ -125,11 +125,13 @@ def _add_declared_tokens(backend: Backend, settings: Mapping[str, Any], path: Pa
         return
     known = {token.content for token in backend.get_added_tokens_decoder().values()}
     flags = ("lstrip", "rstrip", "single_word", "normalized")
+    if not all(key.isdecimal() for key in declared):
+        raise CheckpointError(f"{path}: the keys of added_tokens_decoder must be token ids")
     for key, entry in sorted(declared.items(), key=lambda item: int(item[0])):
         text = _text(entry)
         if text is None or text in known:
             continue
-        options = {flag: bool(entry.get(flag)) for flag in flags if flag in entry}
+        options = {flag: bool(entry[flag]) for flag in flags if flag in entry}
         token = AddedToken(text, special=bool(entry.get("special")), **options)
         add = backend.add_special_tokens if token.special else backend.add_tokens
         add([token])
