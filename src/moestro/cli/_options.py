@@ -29,6 +29,7 @@ FormatsOption = Annotated[
     Optional[str],  # noqa: UP045
     typer.Option(
         "--formats",
+        "--format",
         help="quantize while loading: one format for all matrices, or per role, for example "
         "experts=FORMAT,attention=FORMAT; default: the checkpoint's own types, without loss",
     ),

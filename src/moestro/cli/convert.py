@@ -26,6 +26,7 @@ def convert(
         Optional[str],  # noqa: UP045
         typer.Option(
             "--format",
+            "--formats",
             help="one format for all matrices, or per role, for example "
             "experts=FORMAT,attention=FORMAT; 'moestro doctor' lists the formats; default: float "
             "matrices to 4 bits in groups of 32, what is quantized stays as it is",

@@ -32,7 +32,8 @@ def collect() -> dict[str, Any]:
     machine = facts.gather()
     cache = env.cache_dir()
     return {
-        "machine": dataclasses.asdict(machine) | {"threads": machine.threads},
+        "machine": dataclasses.asdict(machine),
+        "threads": env.threads() or machine.threads,
         "native": _native(),
         "devices": devices.names(),
         "formats": formats.names(),
@@ -59,7 +60,6 @@ def _native() -> dict[str, Any]:
         "isa": native.isa(),
         "supported": list(native.supported_isas()),
         "built": list(native.built_isas()),
-        "threads": native.threads(),
     }
 
 
@@ -117,7 +117,7 @@ def _lines(report: dict[str, Any]) -> list[tuple[str, str]]:
     else:
         others = [isa for isa in native["supported"] if isa != native["isa"]]
         lines.append(("kernels", f"{native['isa']} in use; also possible: {', '.join(others)}"))
-        lines.append(("threads", str(native["threads"])))
+    lines.append(("threads", str(report["threads"])))
     lines.append(("devices", ", ".join(report["devices"])))
     lines.append(("formats", ", ".join(report["formats"])))
     lines.append(("fallbacks", "; ".join(report["fallbacks"].values()) or "none"))

@@ -78,7 +78,7 @@ def load_engine(
             config,
             weights=weights_nbytes(checkpoint, description.weights, policy),
             scratch_per_token=_scratch_per_token(description),
-            budget=config.memory_bytes() or int(facts.available_memory() * _USABLE),
+            budget=_budget(config),
         )
         tokenizer = load_tokenizer(checkpoint)
         _check_vocabulary(checkpoint, tokenizer, description)
@@ -97,6 +97,11 @@ def load_engine(
         threads=threads,
         load_seconds=time.monotonic() - start,
     )
+
+
+def _budget(config: EngineConfig) -> int:
+    asked = config.memory_bytes()
+    return int(facts.available_memory() * _USABLE) if asked is None else asked
 
 
 def weights_nbytes(checkpoint: Checkpoint, specs: list[WeightSpec], policy: FormatPolicy) -> int:
