@@ -131,8 +131,9 @@ def _add_declared_tokens(backend: Backend, settings: Mapping[str, Any], path: Pa
         text = _text(entry)
         if text is None or text in known:
             continue
-        options = {flag: bool(entry[flag]) for flag in flags if flag in entry}
-        token = AddedToken(text, special=bool(entry.get("special")), **options)
+        given = entry if isinstance(entry, Mapping) else {}
+        options = {flag: bool(given[flag]) for flag in flags if flag in given}
+        token = AddedToken(text, special=bool(given.get("special")), **options)
         add = backend.add_special_tokens if token.special else backend.add_tokens
         add([token])
         if backend.token_to_id(text) != int(key):
