@@ -71,6 +71,14 @@ def test_run_prints_the_answer_of_the_python_face(model: Path, moestro: Run) -> 
     assert moestro("run", model, "hello", "--chat", *REFERENCE, *GREEDY)[1] == answer + "\n"
 
 
+def test_the_default_device_has_our_kernels(model: Path, moestro: Run) -> None:
+    code, native, _ = moestro("run", model, "hello", *GREEDY)
+    assert code == 0
+    assert native == moestro("run", model, "hello", *REFERENCE, *GREEDY)[1]
+    code, out, _ = moestro("bench", model, "--prefill", "8", "--decode", "8", "--json")
+    assert json.loads(out)["isa"] == json.loads(moestro("doctor", "--json")[1])["native"]["isa"]
+
+
 def test_run_says_how_fast_it_was_when_asked(model: Path, moestro: Run) -> None:
     code, _, err = moestro("run", model, "hello", "--stats", *REFERENCE, *GREEDY)
     assert code == 0
