@@ -6,7 +6,7 @@ and 16+4j+i in its high nibble, the pairing that GGUF's Q4_0 and Q4_1 have as we
 
 from __future__ import annotations
 
-import torch
+import numpy as np
 from torch import Tensor
 
 from moestro.formats.base import LANES
@@ -19,12 +19,16 @@ from moestro.formats.search import (
 )
 from moestro.formats.tiles import (
     BLOCK,
+    Bytes,
+    Floats,
     TiledFormat,
     assemble,
+    byte_codes,
     code_blocks,
     f16_bytes,
     f16_values,
     finite_f16,
+    halves,
     lane_bytes,
     lane_values,
     lanes_to_quads,
@@ -68,19 +72,19 @@ class _Int4Base(TiledFormat):
         w = None if importance is None else importance.view(k // group, group)
         return x.view(n, k // group, group), w
 
-    def _codes(self, tiles: Tensor) -> Tensor:
+    def _codes(self, tiles: Bytes) -> Floats:
         """float32 codes [N, G, group]."""
         paired = lanes_to_quads(code_blocks(tiles, self.header, _BLOCK_NBYTES))
-        codes = split_nibbles(paired).to(torch.float32)
-        return codes.view(codes.shape[0], tiles.shape[1], -1)
+        codes = split_nibbles(paired).astype(np.float32)
+        return codes.reshape(codes.shape[0], tiles.shape[1], -1)
 
-    def repack_rows(self, source_type: str, raw: Tensor) -> Tensor:
+    def repack_rows(self, source_type: str, raw: Bytes) -> Bytes:
         raise self.refuse(source_type)
 
 
-def _nibble_lanes(codes: Tensor) -> Tensor:
+def _nibble_lanes(codes: Tensor) -> Bytes:
     """float32 codes [N, G, group] -> [B, C, 256]."""
-    return quads_to_lanes(pair_nibbles(codes.to(torch.uint8).view(codes.shape[0], -1)))
+    return quads_to_lanes(pair_nibbles(byte_codes(codes).reshape(codes.shape[0], -1)))
 
 
 class Int4Format(_Int4Base):
@@ -93,22 +97,22 @@ class Int4Format(_Int4Base):
         super().__init__(group_size)
         self.exact_from = ("Q4_0",) if group_size == BLOCK else ()
 
-    def pack_rows(self, x: Tensor, importance: Tensor | None) -> Tensor:
+    def pack_rows(self, x: Tensor, importance: Tensor | None) -> Bytes:
         grouped, w = self._grouped(x, importance)
         levels = _SYMMETRIC if self.group_size == BLOCK else _CLIPPED
         scale = fit_symmetric(grouped, w, lo=-8, hi=7, levels=levels)
         codes = round_codes(grouped, scale, -8, 7).add_(8)
-        return assemble([f16_bytes(scale.squeeze(-1).to(torch.float16))], _nibble_lanes(codes))
+        return assemble([f16_bytes(halves(scale))], _nibble_lanes(codes))
 
-    def repack_rows(self, source_type: str, raw: Tensor) -> Tensor:
-        blocks = raw.view(raw.shape[0], -1, 18)  # Q4_0: float16 d, 16 bytes of nibble pairs
+    def repack_rows(self, source_type: str, raw: Bytes) -> Bytes:
+        blocks = raw.reshape(raw.shape[0], -1, 18)  # Q4_0: float16 d, 16 bytes of nibble pairs
         scale = finite_f16(blocks[:, :, :2], "Q4_0 scale")
         return assemble([f16_bytes(scale)], quads_to_lanes(blocks[:, :, 2:]))
 
-    def unpack_rows(self, tiles: Tensor) -> Tensor:
+    def unpack_rows(self, tiles: Bytes) -> Floats:
         scale = f16_values(tiles[:, :, :_F16_LANES])
-        values = self._codes(tiles).sub_(8) * scale.unsqueeze(-1)
-        return values.view(scale.shape[0], -1)
+        values = (self._codes(tiles) - np.float32(8)) * scale[..., None]
+        return values.reshape(scale.shape[0], -1)
 
 
 class Int4ZeroFormat(_Int4Base):
@@ -117,21 +121,21 @@ class Int4ZeroFormat(_Int4Base):
     prefix = "int4z"
     header = _F16_LANES + LANES
 
-    def pack_rows(self, x: Tensor, importance: Tensor | None) -> Tensor:
+    def pack_rows(self, x: Tensor, importance: Tensor | None) -> Bytes:
         grouped, w = self._grouped(x, importance)
         scale, zero = fit_zero_point(grouped, w, hi=15, levels=_SPREAD)
         codes = (grouped * reciprocal(scale)).round_().add_(zero).clamp_(0, 15)
         headers = [
-            f16_bytes(scale.squeeze(-1).to(torch.float16)),
-            lane_bytes(zero.squeeze(-1).to(torch.uint8), 1),
+            f16_bytes(halves(scale)),
+            lane_bytes(byte_codes(zero.squeeze(-1)), 1),
         ]
         return assemble(headers, _nibble_lanes(codes))
 
-    def unpack_rows(self, tiles: Tensor) -> Tensor:
+    def unpack_rows(self, tiles: Bytes) -> Floats:
         scale = f16_values(tiles[:, :, :_F16_LANES])
-        zero = lane_values(tiles[:, :, _F16_LANES : self.header], 1).to(torch.float32)
-        values = self._codes(tiles).sub_(zero.unsqueeze(-1)) * scale.unsqueeze(-1)
-        return values.view(scale.shape[0], -1)
+        zero = lane_values(tiles[:, :, _F16_LANES : self.header], 1).astype(np.float32)
+        values = (self._codes(tiles) - zero[..., None]) * scale[..., None]
+        return values.reshape(scale.shape[0], -1)
 
 
 class Int4MinFormat(_Int4Base):
@@ -145,24 +149,24 @@ class Int4MinFormat(_Int4Base):
         super().__init__(group_size)
         self.exact_from = ("Q4_1",) if group_size == BLOCK else ()
 
-    def pack_rows(self, x: Tensor, importance: Tensor | None) -> Tensor:
+    def pack_rows(self, x: Tensor, importance: Tensor | None) -> Bytes:
         grouped, w = self._grouped(x, importance)
         scale, low = fit_affine(grouped, w, hi=15, levels=_SPREAD)
         codes = ((grouped - low) * reciprocal(scale)).round_().clamp_(0, 15)
-        headers = [f16_bytes(part.squeeze(-1).to(torch.float16)) for part in (scale, low)]
+        headers = [f16_bytes(halves(part)) for part in (scale, low)]
         return assemble(headers, _nibble_lanes(codes))
 
-    def repack_rows(self, source_type: str, raw: Tensor) -> Tensor:
-        blocks = raw.view(raw.shape[0], -1, 20)  # Q4_1: float16 d, float16 m, 16 nibble pairs
+    def repack_rows(self, source_type: str, raw: Bytes) -> Bytes:
+        blocks = raw.reshape(raw.shape[0], -1, 20)  # Q4_1: float16 d, float16 m, 16 nibble pairs
         scale = finite_f16(blocks[:, :, :2], "Q4_1 scale")
         low = finite_f16(blocks[:, :, 2:4], "Q4_1 minimum")
         return assemble([f16_bytes(scale), f16_bytes(low)], quads_to_lanes(blocks[:, :, 4:]))
 
-    def unpack_rows(self, tiles: Tensor) -> Tensor:
+    def unpack_rows(self, tiles: Bytes) -> Floats:
         scale = f16_values(tiles[:, :, :_F16_LANES])
         low = f16_values(tiles[:, :, _F16_LANES : self.header])
-        values = self._codes(tiles) * scale.unsqueeze(-1) + low.unsqueeze(-1)
-        return values.view(scale.shape[0], -1)
+        values = self._codes(tiles) * scale[..., None] + low[..., None]
+        return values.reshape(scale.shape[0], -1)
 
 
 FORMATS: tuple[_Int4Base, ...] = (

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-import torch
+import numpy as np
 from torch import Tensor
 
 from moestro.formats.base import LANES
 from moestro.formats.search import fit_symmetric, round_codes
 from moestro.formats.tiles import (
     BLOCK,
+    Bytes,
+    Floats,
+    Halves,
     TiledFormat,
     assemble,
+    byte_codes,
     code_blocks,
     f16_bytes,
     f16_values,
     finite_f16,
+    halves,
     lanes_to_quads,
     quads_to_lanes,
 )
@@ -38,28 +43,28 @@ class Int8Format(TiledFormat):
     def source_row_nbytes(self, source_type: str, cols: int) -> int:
         return -(-cols // BLOCK) * 34
 
-    def pack_rows(self, x: Tensor, importance: Tensor | None) -> Tensor:
+    def pack_rows(self, x: Tensor, importance: Tensor | None) -> Bytes:
         n, k = x.shape
         group = self.group(k)
         grouped = x.view(n, k // group, group)
         w = None if importance is None else importance.view(k // group, group)
         scale = fit_symmetric(grouped, w, lo=-128, hi=127, levels=_LEVELS)
-        codes = round_codes(grouped, scale, -128, 127).add_(128).to(torch.uint8)
-        return self._tiles(scale.squeeze(-1).to(torch.float16), codes.view(n, k // BLOCK, BLOCK))
+        codes = byte_codes(round_codes(grouped, scale, -128, 127).add_(128))
+        return self._tiles(halves(scale), codes.reshape(n, k // BLOCK, BLOCK))
 
-    def repack_rows(self, source_type: str, raw: Tensor) -> Tensor:
-        blocks = raw.view(raw.shape[0], -1, 34)  # Q8_0: float16 d, 32 signed bytes
+    def repack_rows(self, source_type: str, raw: Bytes) -> Bytes:
+        blocks = raw.reshape(raw.shape[0], -1, 34)  # Q8_0: float16 d, 32 signed bytes
         scale = finite_f16(blocks[:, :, :2], "Q8_0 scale")
-        return self._tiles(scale, blocks[:, :, 2:] ^ 128)
+        return self._tiles(scale, blocks[:, :, 2:] ^ np.uint8(128))
 
-    def unpack_rows(self, tiles: Tensor) -> Tensor:
+    def unpack_rows(self, tiles: Bytes) -> Floats:
         scale = f16_values(tiles[:, :, :_HEADER])
         codes = lanes_to_quads(code_blocks(tiles, _HEADER, _BLOCK_NBYTES))
-        values = codes.to(torch.float32).sub_(128).view(*scale.shape, -1)
-        return (values * scale.unsqueeze(-1)).view(scale.shape[0], -1)
+        values = codes.astype(np.float32).reshape(*scale.shape, -1) - np.float32(128)
+        return (values * scale[..., None]).reshape(scale.shape[0], -1)
 
     @staticmethod
-    def _tiles(scale: Tensor, codes: Tensor) -> Tensor:
+    def _tiles(scale: Halves, codes: Bytes) -> Bytes:
         return assemble([f16_bytes(scale)], quads_to_lanes(codes))
 
 

@@ -5,6 +5,7 @@ Each 32 channels have a 6-bit scale and a 6-bit minimum; d and dmin (float16) ar
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,12 +21,16 @@ from moestro.formats.search import (
 )
 from moestro.formats.tiles import (
     BLOCK,
+    Bytes,
+    Floats,
     TiledFormat,
     assemble,
+    byte_codes,
     code_blocks,
     f16_bytes,
     f16_values,
     finite_f16,
+    halves,
     lane_bytes,
     lane_values,
     lanes_to_quads,
@@ -60,7 +65,7 @@ class K4Format(TiledFormat):
     def source_row_nbytes(self, source_type: str, cols: int) -> int:
         return -(-cols // _GROUP) * _SOURCE_NBYTES
 
-    def pack_rows(self, x: Tensor, importance: Tensor | None) -> Tensor:
+    def pack_rows(self, x: Tensor, importance: Tensor | None) -> Bytes:
         n, k = x.shape
         subs = x.view(n, k // BLOCK, BLOCK)
         w = None if importance is None else importance.view(k // BLOCK, BLOCK)
@@ -86,25 +91,25 @@ class K4Format(TiledFormat):
         sc, m, codes = _best_neighbours(subs, w, *grid)
         return assemble(
             [
-                f16_bytes(d.squeeze(-1).to(torch.float16)),
-                f16_bytes(dmin.squeeze(-1).to(torch.float16)),
-                lane_bytes(sc.squeeze(-1).to(torch.uint8), _SUBS),
-                lane_bytes(m.squeeze(-1).to(torch.uint8), _SUBS),
+                f16_bytes(halves(d)),
+                f16_bytes(halves(dmin)),
+                lane_bytes(byte_codes(sc.squeeze(-1)), _SUBS),
+                lane_bytes(byte_codes(m.squeeze(-1)), _SUBS),
             ],
-            quads_to_lanes(pair_nibbles(codes.to(torch.uint8).view(n, k))),
+            quads_to_lanes(pair_nibbles(byte_codes(codes).reshape(n, k))),
         )
 
-    def repack_rows(self, source_type: str, raw: Tensor) -> Tensor:
+    def repack_rows(self, source_type: str, raw: Bytes) -> Bytes:
         n = raw.shape[0]
-        blocks = raw.view(n, -1, _SOURCE_NBYTES)
+        blocks = raw.reshape(n, -1, _SOURCE_NBYTES)
         d = finite_f16(blocks[:, :, 0:2], "Q4_K scale")
         dmin = finite_f16(blocks[:, :, 2:4], "Q4_K minimum scale")
         first, second, third = (blocks[:, :, i : i + 4] for i in (4, 8, 12))
-        sc = torch.cat([first & 63, (third & 15) | ((first >> 6) << 4)], dim=-1)
-        m = torch.cat([second & 63, (third >> 4) | ((second >> 6) << 4)], dim=-1)
+        sc = np.concatenate([first & 63, (third & 15) | ((first >> 6) << 4)], axis=-1)
+        m = np.concatenate([second & 63, (third >> 4) | ((second >> 6) << 4)], axis=-1)
         # Each 32 bytes hold two sub-blocks: the first in the low, the second in the high nibbles.
         packed = blocks[:, :, 16:].reshape(n, -1, 4, 32)
-        codes = torch.stack([packed & 15, packed >> 4], dim=3)
+        codes = np.stack([packed & 15, packed >> 4], axis=3)
         return assemble(
             [
                 f16_bytes(d),
@@ -112,21 +117,21 @@ class K4Format(TiledFormat):
                 lane_bytes(sc.reshape(n, -1), _SUBS),
                 lane_bytes(m.reshape(n, -1), _SUBS),
             ],
-            quads_to_lanes(pair_nibbles(codes.view(n, -1))),
+            quads_to_lanes(pair_nibbles(codes.reshape(n, -1))),
         )
 
-    def unpack_rows(self, tiles: Tensor) -> Tensor:
+    def unpack_rows(self, tiles: Bytes) -> Floats:
         b, g, _ = tiles.shape
         n = b * LANES
         at = 2 * _F16_LANES
-        d = f16_values(tiles[:, :, :_F16_LANES]).unsqueeze(-1)
-        dmin = f16_values(tiles[:, :, _F16_LANES:at]).unsqueeze(-1)
-        sc = lane_values(tiles[:, :, at : at + _SUB_LANES], _SUBS).view(n, g, _SUBS)
-        m = lane_values(tiles[:, :, at + _SUB_LANES : _HEADER], _SUBS).view(n, g, _SUBS)
+        d = f16_values(tiles[:, :, :_F16_LANES])[..., None]
+        dmin = f16_values(tiles[:, :, _F16_LANES:at])[..., None]
+        sc = lane_values(tiles[:, :, at : at + _SUB_LANES], _SUBS).reshape(n, g, _SUBS)
+        m = lane_values(tiles[:, :, at + _SUB_LANES : _HEADER], _SUBS).reshape(n, g, _SUBS)
         paired = lanes_to_quads(code_blocks(tiles, _HEADER, _BLOCK_NBYTES))
-        codes = split_nibbles(paired).to(torch.float32).view(n, g, _SUBS, BLOCK)
-        values = codes * (d * sc).unsqueeze(-1) - (dmin * m).unsqueeze(-1)
-        return values.view(n, -1)
+        codes = split_nibbles(paired).astype(np.float32).reshape(n, g, _SUBS, BLOCK)
+        values = codes * (d * sc)[..., None] - (dmin * m)[..., None]
+        return values.reshape(n, -1)
 
 
 def _best_neighbours(

@@ -1,14 +1,21 @@
-"""What all packed formats share: padding, tile shuffles, and work in bounded row chunks.
+"""What all packed formats share: padding, tile shuffles, and work in bounded pieces.
 
-A format implements three small functions over whole 16-row blocks; chunking, padding, argument
-checks and slicing are done here once. Shape letters: N rows (multiple of 16), K columns (multiple
-of the group), B = N / 16 row blocks, G = K / group groups, C = K / 32 code blocks of 32 channels.
+A format implements three small functions over whole 16-row blocks; pieces, padding, argument checks
+and slicing are done here once. Shape letters: N rows (multiple of 16), K columns (multiple of the
+group), B = N / 16 row blocks, G = K / group groups, C = K / 32 code blocks of 32 channels.
+
+Bytes are shuffled with numpy, which never starts threads, and searched with torch in pieces too
+small for torch to split: so packing costs one core per caller, also on a machine whose cores are
+busy, and callers may run several at once.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Iterator
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -18,8 +25,15 @@ from moestro.formats.base import LANES, Format, require_finite, round_up
 #: channels in one code block of every integer format
 BLOCK = 32
 
-#: elements packed or decoded at a time; keeps temporaries in cache and memory bounded
-_CHUNK_ELEMENTS = 1 << 17
+Bytes = npt.NDArray[np.uint8]
+Halves = npt.NDArray[np.float16]
+Floats = npt.NDArray[np.float32]
+
+# Elements searched at a time: just below where torch begins to use several threads for one
+# operation (at::internal::GRAIN_SIZE).
+_SEARCH_ELEMENTS = 32767
+# Elements repacked or decoded at a time: temporaries stay within a core's L2 cache.
+_SHUFFLE_ELEMENTS = 1 << 17
 
 
 class TiledFormat(Format):
@@ -30,15 +44,15 @@ class TiledFormat(Format):
     pads_with_last = False
 
     @abstractmethod
-    def pack_rows(self, x: Tensor, importance: Tensor | None) -> Tensor:
+    def pack_rows(self, x: Tensor, importance: Tensor | None) -> Bytes:
         """float32 [N, K] (padded) -> uint8 [B, G, tile]. ``importance`` is [K], 0 on padding."""
 
     @abstractmethod
-    def repack_rows(self, source_type: str, raw: Tensor) -> Tensor:
+    def repack_rows(self, source_type: str, raw: Bytes) -> Bytes:
         """uint8 [N, bytes per source row] -> uint8 [B, G, tile]."""
 
     @abstractmethod
-    def unpack_rows(self, tiles: Tensor) -> Tensor:
+    def unpack_rows(self, tiles: Bytes) -> Floats:
         """uint8 [B, G, tile] -> float32 [N, K]."""
 
     @abstractmethod
@@ -52,15 +66,17 @@ class TiledFormat(Format):
                 f"{list(weight.shape)}"
             )
         rows, cols = weight.shape
-        padded = self.padded_cols(cols)
+        group, padded = self.group(cols), self.padded_cols(cols)
         weights = self._channel_weights(importance, cols, padded)
         out = self._empty(rows, cols)
-        for start, stop in _row_chunks(rows, padded):
-            x = weight[start:stop].to(torch.float32)
+        for start, stop, left, right in _cells(rows, padded, group):
+            x = weight[start:stop, left:right].to(torch.float32)
             require_finite(x)
-            tiles = self.pack_rows(self._pad(x, padded), weights)
-            out[start // LANES : start // LANES + tiles.shape[0]] = tiles
-        return out.view(-1)
+            w = None if weights is None else weights[left:right]
+            tiles = self.pack_rows(self._pad(x, right - left), w)
+            first = start // LANES
+            out[first : first + tiles.shape[0], left // group : right // group] = tiles
+        return torch.from_numpy(out).view(-1)
 
     def pack_exact(self, source_type: str, raw: Tensor, rows: int, cols: int) -> Tensor:
         if source_type not in self.exact_from:
@@ -71,12 +87,12 @@ class TiledFormat(Format):
                 f"{source_type} [{rows}, {cols}] is {rows * row_nbytes} bytes, got {raw.numel()} "
                 f"of {raw.dtype}"
             )
-        source = raw.reshape(rows, row_nbytes)
+        source = raw.reshape(rows, row_nbytes).numpy()
         out = self._empty(rows, cols)
         for start, stop in _row_chunks(rows, self.padded_cols(cols)):
             tiles = self.repack_rows(source_type, _pad_rows(source[start:stop]))
             out[start // LANES : start // LANES + tiles.shape[0]] = tiles
-        return out.view(-1)
+        return torch.from_numpy(out).view(-1)
 
     def unpack(self, data: Tensor, rows: int, cols: int) -> Tensor:
         if data.dtype != torch.uint8 or data.numel() != self.nbytes(rows, cols):
@@ -85,17 +101,17 @@ class TiledFormat(Format):
                 f"{data.numel()} of {data.dtype}"
             )
         padded = self.padded_cols(cols)
-        tiles = data.reshape(-1, padded // self.group(cols), self.tile_nbytes(cols))
-        out = torch.empty(rows, cols)
+        tiles = data.numpy().reshape(-1, padded // self.group(cols), self.tile_nbytes(cols))
+        out = np.empty((rows, cols), dtype=np.float32)
         for start, stop in _row_chunks(rows, padded):
             blocks = tiles[start // LANES : round_up(stop, LANES) // LANES]
             out[start:stop] = self.unpack_rows(blocks)[: stop - start, :cols]
-        return out
+        return torch.from_numpy(out)
 
-    def _empty(self, rows: int, cols: int) -> Tensor:
+    def _empty(self, rows: int, cols: int) -> Bytes:
         blocks = round_up(rows, LANES) // LANES
         groups = self.padded_cols(cols) // self.group(cols)
-        return torch.empty(blocks, groups, self.tile_nbytes(cols), dtype=torch.uint8)
+        return np.empty((blocks, groups, self.tile_nbytes(cols)), dtype=np.uint8)
 
     def _pad(self, x: Tensor, padded: int) -> Tensor:
         rows, cols = x.shape
@@ -132,84 +148,106 @@ class TiledFormat(Format):
 
 
 def _row_chunks(rows: int, padded_cols: int) -> list[tuple[int, int]]:
-    step = max(LANES, _CHUNK_ELEMENTS // max(padded_cols, 1) // LANES * LANES)
+    step = max(LANES, _SHUFFLE_ELEMENTS // max(padded_cols, 1) // LANES * LANES)
     return [(start, min(start + step, rows)) for start in range(0, rows, step)]
 
 
-def _pad_rows(source: Tensor) -> Tensor:
-    rows = source.shape[0]
-    if rows % LANES == 0:
-        return source
-    return torch.cat([source, source.new_zeros(round_up(rows, LANES) - rows, source.shape[1])])
+def _cells(rows: int, padded_cols: int, group: int) -> Iterator[tuple[int, int, int, int]]:
+    """(start, stop, left, right) of pieces that are whole row blocks and whole groups."""
+    if padded_cols == 0:
+        return
+    widest = max(group, _SEARCH_ELEMENTS // LANES // group * group)
+    width = round_up(-(-padded_cols // -(-padded_cols // widest)), group)
+    height = max(LANES, _SEARCH_ELEMENTS // width // LANES * LANES)
+    for start in range(0, rows, height):
+        for left in range(0, padded_cols, width):
+            yield start, min(start + height, rows), left, min(left + width, padded_cols)
 
 
-def f16_bytes(values: Tensor) -> Tensor:
+def _pad_rows(source: Bytes) -> Bytes:
+    extra = -source.shape[0] % LANES
+    return np.pad(source, ((0, extra), (0, 0))) if extra else source
+
+
+def f16_bytes(values: Halves) -> Bytes:
     """float16 [N, G] -> tile header bytes [B, G, 32]: the 16 rows of a block side by side."""
     n, g = values.shape
-    lanes = values.view(n // LANES, LANES, g).transpose(1, 2).contiguous()
-    return lanes.view(torch.uint8)
+    lanes = values.reshape(n // LANES, LANES, g).transpose(0, 2, 1)
+    return np.ascontiguousarray(lanes).view(np.uint8)
 
 
-def f16_values(header: Tensor) -> Tensor:
+def f16_values(header: Bytes) -> Floats:
     """Tile header bytes [B, G, 32] -> float32 [N, G]."""
-    lanes = header.contiguous().view(torch.float16)
-    return lanes.transpose(1, 2).reshape(-1, header.shape[1]).to(torch.float32)
+    lanes = np.ascontiguousarray(header).view(np.float16)
+    return lanes.transpose(0, 2, 1).reshape(-1, header.shape[1]).astype(np.float32)
 
 
-def lane_bytes(values: Tensor, per_tile: int) -> Tensor:
+def lane_bytes(values: Bytes, per_tile: int) -> Bytes:
     """uint8 [N, G * per_tile] -> [B, G, per_tile * 16], byte ``i * 16 + c`` of each tile."""
     n, total = values.shape
-    lanes = values.view(n // LANES, LANES, total // per_tile, per_tile)
-    return lanes.permute(0, 2, 3, 1).reshape(n // LANES, total // per_tile, per_tile * LANES)
+    lanes = values.reshape(n // LANES, LANES, total // per_tile, per_tile)
+    return lanes.transpose(0, 2, 3, 1).reshape(n // LANES, total // per_tile, per_tile * LANES)
 
 
-def lane_values(header: Tensor, per_tile: int) -> Tensor:
+def lane_values(header: Bytes, per_tile: int) -> Bytes:
     """Inverse of ``lane_bytes``: uint8 [B, G, per_tile * 16] -> [N, G * per_tile]."""
     b, g, _ = header.shape
-    lanes = header.reshape(b, g, per_tile, LANES).permute(0, 3, 1, 2)
+    lanes = header.reshape(b, g, per_tile, LANES).transpose(0, 3, 1, 2)
     return lanes.reshape(b * LANES, g * per_tile)
 
 
-def quads_to_lanes(quads: Tensor) -> Tensor:
+def quads_to_lanes(quads: Bytes) -> Bytes:
     """uint8 [N, C, 4q] of consecutive bytes -> [B, C, 64q]: 16 rows side by side, 4 bytes each."""
     n, c, width = quads.shape
-    words = quads.contiguous().view(torch.int32).view(n // LANES, LANES, c, width // 4)
-    lanes = words.permute(0, 2, 3, 1).contiguous()
-    return lanes.view(torch.uint8).view(n // LANES, c, width * LANES)
+    words = np.ascontiguousarray(quads).view(np.uint32).reshape(n // LANES, LANES, -1)
+    lanes = np.ascontiguousarray(words.transpose(0, 2, 1))
+    return lanes.view(np.uint8).reshape(n // LANES, c, width * LANES)
 
 
-def lanes_to_quads(lanes: Tensor) -> Tensor:
+def lanes_to_quads(lanes: Bytes) -> Bytes:
     """Inverse of ``quads_to_lanes``: uint8 [B, C, 64q] -> [N, C, 4q]."""
     b, c, width = lanes.shape
-    words = lanes.contiguous().view(torch.int32).view(b, c, width // 64, LANES)
-    quads = words.permute(0, 3, 1, 2).contiguous()
-    return quads.view(torch.uint8).view(b * LANES, c, width // LANES)
+    words = np.ascontiguousarray(lanes).view(np.uint32).reshape(b, -1, LANES)
+    quads = np.ascontiguousarray(words.transpose(0, 2, 1))
+    return quads.view(np.uint8).reshape(b * LANES, c, width // LANES)
 
 
-def pair_nibbles(codes: Tensor) -> Tensor:
+def pair_nibbles(codes: Bytes) -> Bytes:
     """4-bit codes uint8 [N, K] -> [N, C, 16]: channel k low, channel k + 16 high."""
-    halves = codes.view(codes.shape[0], -1, 2, BLOCK // 2)
-    return halves[:, :, 0] | (halves[:, :, 1] << 4)
+    pairs = codes.reshape(codes.shape[0], -1, 2, BLOCK // 2)
+    return pairs[:, :, 0] | (pairs[:, :, 1] << np.uint8(4))
 
 
-def split_nibbles(paired: Tensor) -> Tensor:
+def split_nibbles(paired: Bytes) -> Bytes:
     """Inverse of ``pair_nibbles``: uint8 [N, C, 16] -> [N, K]."""
-    return torch.cat([paired & 15, paired >> 4], dim=-1).view(paired.shape[0], -1)
+    return np.concatenate([paired & 15, paired >> 4], axis=-1).reshape(paired.shape[0], -1)
 
 
-def assemble(headers: list[Tensor], blocks: Tensor) -> Tensor:
+def assemble(headers: list[Bytes], blocks: Bytes) -> Bytes:
     """Headers [B, G, bytes] and code blocks [B, C, bytes] -> tiles uint8 [B, G, tile]."""
     b, g, _ = headers[0].shape
-    return torch.cat([*headers, blocks.reshape(b, g, -1)], dim=-1)
+    return np.concatenate([*headers, blocks.reshape(b, g, -1)], axis=-1)
 
 
-def code_blocks(tiles: Tensor, header: int, block_nbytes: int) -> Tensor:
+def code_blocks(tiles: Bytes, header: int, block_nbytes: int) -> Bytes:
     """The code part of tiles [B, G, tile] -> [B, C, block_nbytes]."""
     return tiles[:, :, header:].reshape(tiles.shape[0], -1, block_nbytes)
 
 
-def finite_f16(raw: Tensor, name: str) -> Tensor:
+def finite_f16(raw: Bytes, name: str) -> Halves:
     """Two little-endian bytes [..., 2] -> float16 [...]. Raises CheckpointError for NaN or Inf."""
-    values = raw.contiguous().view(torch.float16).squeeze(-1)
-    require_finite(values, name)
+    values = np.ascontiguousarray(raw).view(np.float16)[..., 0]
+    bad = int(np.count_nonzero((values.view(np.uint16) & 0x7C00) == 0x7C00))
+    if bad:
+        raise CheckpointError(f"{name}: {bad} of {values.size} weights are not finite")
     return values
+
+
+def halves(scale: Tensor) -> Halves:
+    """Float scales [N, G, 1] that float16 holds exactly -> float16 [N, G]."""
+    return scale.squeeze(-1).to(torch.float16).numpy()
+
+
+def byte_codes(codes: Tensor) -> Bytes:
+    """Float codes 0..255 -> uint8 of the same shape."""
+    return codes.to(torch.uint8).numpy()

@@ -161,18 +161,18 @@ def _write_weights(
     writer.require_space(sum(_nbytes(item) for file in unwritten for item in _items(file)))
     everything = [item for file in files.values() for item in _items(file)]
     meter = _Meter(progress, sum(item.source_nbytes for item in everything))
-    packer = Packer(source, importance=importance, measure=True)
+    with Packer(source, importance=importance, measure=True) as packer:
 
-    def produce(sink: Sink) -> dict[str, float]:
-        if isinstance(file, list):
-            return _put_shared(sink, packer, file, meter)
-        return _put_bank(sink, packer, file, meter)
+        def produce(sink: Sink) -> dict[str, float]:
+            if isinstance(file, list):
+                return _put_shared(sink, packer, file, meter)
+            return _put_bank(sink, packer, file, meter)
 
-    done = 0
-    for name, file in files.items():
-        writer.write(name, produce)
-        done += sum(item.source_nbytes for item in _items(file))
-        meter.advance(done - meter.done)  # files of an earlier run, and bytes lost to rounding
+        done = 0
+        for name, file in files.items():
+            writer.write(name, produce)
+            done += sum(item.source_nbytes for item in _items(file))
+            meter.advance(done - meter.done)  # files of an earlier run, and rounding
 
 
 class _Meter:

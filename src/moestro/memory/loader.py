@@ -40,18 +40,18 @@ def load_weights(
         return load_packed(checkpoint, specs, policy, report)
     sources = resolve(checkpoint, specs, policy)
     total = sum(source.source_nbytes for source in sources)
-    packer = Packer(checkpoint)
     weights: Weights = {}
     done = 0
     report(done, total)
-    for source in sources:
-        key = source.spec.key
-        if isinstance(source, ExpertsSource):
-            weights[key] = _load_experts(packer, source, done, total, report)
-        else:
-            weights[key] = _load_one(packer, source)
-        done += source.source_nbytes
-        report(done, total)
+    with Packer(checkpoint) as packer:
+        for source in sources:
+            key = source.spec.key
+            if isinstance(source, ExpertsSource):
+                weights[key] = _load_experts(packer, source, done, total, report)
+            else:
+                weights[key] = _load_one(packer, source)
+            done += source.source_nbytes
+            report(done, total)
     return weights
 
 

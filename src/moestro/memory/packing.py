@@ -8,20 +8,26 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from moestro import formats
 from moestro.checkpoints.base import Checkpoint, TensorInfo
+from moestro.core import env
 from moestro.core.errors import CheckpointError, UnsupportedFormat
 from moestro.formats.base import LANES, Format, require_finite
+from moestro.machine import facts
 from moestro.memory.expert_bank import PROJECTION_NAMES
-from moestro.memory.sources import FLOAT_DTYPES, ExpertsSource, Part, Source
+from moestro.memory.sources import FLOAT_TYPES, ExpertsSource, Part, Source
 
-# float elements of a matrix that exist at a time while it is quantized: 32 MiB
-_SLAB_ELEMENTS = 1 << 23
+# Weights that one thread packs at a time: 1 MiB as float32.
+_SLAB_ELEMENTS = 1 << 18
+# More threads than this only wait for Python between their operations.
+_MAX_THREADS = 16
 
 #: activation second moments by key, float32 [K] (or [E, K] for ``<experts key>.gate|up|down``)
 Importance = Mapping[str, Tensor]
@@ -41,7 +47,10 @@ class ErrorSum:
 
 
 class Packer:
-    """Packs the sources of one checkpoint. ``measure``: also sum up the errors of lossy packing."""
+    """Packs the sources of one checkpoint on all cores; a context manager, which ends its threads.
+
+    ``measure``: also sum up the errors of lossy packing.
+    """
 
     def __init__(
         self, checkpoint: Checkpoint, *, importance: Importance | None = None, measure: bool = False
@@ -50,12 +59,20 @@ class Packer:
         self.importance: Importance = importance or {}
         self.measure = measure
         self._gguf = checkpoint.container == "gguf"
+        threads = env.threads() or facts.gather().threads
+        self._pool = ThreadPoolExecutor(min(threads, _MAX_THREADS), "moestro-pack")
+
+    def __enter__(self) -> Packer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pool.shutdown(cancel_futures=True)
 
     def vector(self, source: Source) -> Tensor:
         """float32 of the spec's shape. Raises CheckpointError for non-finite values."""
         info = source.info
         raw = self._unpermute(self.checkpoint.read(info.name), source)
-        values = _to_float(info.dtype, raw, 1, math.prod(info.shape)).to(torch.float32)
+        values = _to_float(info.dtype, raw, 1, math.prod(info.shape))
         require_finite(values, f"{self.checkpoint.path}: {info.name}")
         return values.reshape(source.spec.shape).contiguous()
 
@@ -96,40 +113,45 @@ class Packer:
         importance: Tensor | None,
         errors: ErrorSum | None,
     ) -> Tensor:
-        try:
-            if info.dtype in format_.exact_from:
-                return format_.pack_exact(info.dtype, raw, *shape)
-            return self._quantize(format_, info, raw, shape, importance, errors)
-        except (CheckpointError, UnsupportedFormat) as error:
-            raise type(error)(f"{self.checkpoint.path}: {info.name}: {error}") from error
-
-    def _quantize(
-        self,
-        format_: Format,
-        info: TensorInfo,
-        raw: Tensor,
-        shape: tuple[int, int],
-        importance: Tensor | None,
-        errors: ErrorSum | None,
-    ) -> Tensor:
-        """Slab by slab of rows, so that no float copy of a big matrix exists."""
+        """Slab by slab of rows on all cores, so that no float copy of a big matrix exists."""
         rows, cols = shape
+        exact = info.dtype in format_.exact_from
         out = torch.empty(format_.nbytes(rows, cols), dtype=torch.uint8)
         source = raw.view(rows, -1)
+        block_nbytes = format_.nbytes(LANES, cols)
         step = max(LANES, _SLAB_ELEMENTS // max(cols, 1) // LANES * LANES)
-        at = 0
-        for start in range(0, rows, step):
-            slab = source[start : start + step]
-            values = _to_float(info.dtype, slab.reshape(-1), slab.shape[0], cols)
-            packed = format_.pack(values, importance=importance)
+
+        def pack_slab(start: int) -> ErrorSum:
+            slab = source[start : start + step].reshape(-1)
+            count = min(step, rows - start)
+            if exact:
+                packed, lost = format_.pack_exact(info.dtype, slab, count, cols), ErrorSum()
+            else:
+                values = _to_float(info.dtype, slab, count, cols)
+                packed = format_.pack(values, importance=importance)
+                lost = self._loss(format_, packed, values)
+            at = start // LANES * block_nbytes
             out[at : at + packed.numel()] = packed
-            at += packed.numel()
-            if self.measure and errors is not None:
-                wide = values.to(torch.float32)
-                errors.norm += float(wide.square().sum(dtype=torch.float64))
-                difference = format_.unpack(packed, slab.shape[0], cols).sub_(wide)
-                errors.error += float(difference.square_().sum(dtype=torch.float64))
+            return lost
+
+        try:
+            losses = list(self._pool.map(pack_slab, range(0, rows, step)))
+        except (CheckpointError, UnsupportedFormat) as error:
+            raise type(error)(f"{self.checkpoint.path}: {info.name}: {error}") from error
+        if errors is not None:
+            errors.error += sum(lost.error for lost in losses)
+            errors.norm += sum(lost.norm for lost in losses)
         return out
+
+    def _loss(self, format_: Format, packed: Tensor, values: Tensor) -> ErrorSum:
+        if not self.measure:
+            return ErrorSum()
+        wide = values.numpy()
+        difference = format_.unpack(packed, *values.shape).numpy() - wide
+        return ErrorSum(
+            error=float(np.einsum("nk,nk->", difference, difference, dtype=np.float64)),
+            norm=float(np.einsum("nk,nk->", wide, wide, dtype=np.float64)),
+        )
 
     def _unpermute(self, raw: Tensor, source: Source) -> Tensor:
         """Bring rows that GGUF stores interleaved back to the order of the original model.
@@ -158,8 +180,17 @@ def _fused_rows(raw: Tensor, part: Part) -> Tensor:
 
 
 def _to_float(dtype: str, raw: Tensor, rows: int, cols: int) -> Tensor:
-    """Checkpoint bytes -> a float matrix [rows, cols]; quantized types by their exact format."""
-    if dtype in FLOAT_DTYPES:
-        return raw.contiguous().view(FLOAT_DTYPES[dtype]).view(rows, cols)
-    exact = formats.exact_for(dtype)
-    return exact.unpack(exact.pack_exact(dtype, raw, rows, cols), rows, cols)
+    """Checkpoint bytes -> float32 [rows, cols]; quantized types by their exact format.
+
+    By numpy, because torch would start threads of its own in each of ours.
+    """
+    if dtype not in FLOAT_TYPES:
+        exact = formats.exact_for(dtype)
+        return exact.unpack(exact.pack_exact(dtype, raw, rows, cols), rows, cols)
+    data = raw.contiguous().numpy()
+    if dtype == "BF16":  # the upper half of a float32
+        wide = (data.view(np.uint16).astype(np.uint32) << np.uint32(16)).view(np.float32)
+    else:
+        with np.errstate(over="ignore"):  # a float64 beyond float32 becomes infinite: refused later
+            wide = data.view(f"f{FLOAT_TYPES[dtype]}").astype(np.float32)
+    return torch.from_numpy(wide).view(rows, cols)

@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-
 from moestro import formats
 from moestro.checkpoints.base import Checkpoint, TensorInfo
 from moestro.core.errors import CheckpointError, UnsupportedFormat
@@ -18,13 +16,8 @@ from moestro.memory.expert_bank import PROJECTION_NAMES, BlobLayout
 from moestro.memory.policy import FormatPolicy
 from moestro.memory.weights import WeightSpec
 
-#: checkpoint types that are plain floating point numbers
-FLOAT_DTYPES = {
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F64": torch.float64,
-}
+#: checkpoint types that are plain floating point numbers, with their bytes
+FLOAT_TYPES = {"F32": 4, "F16": 2, "BF16": 2, "F64": 8}
 
 _SHOWN = 8  # missing names listed in a message
 
@@ -233,7 +226,7 @@ class _Finder:
             raise UnsupportedFormat(f"{self.checkpoint.path}: {info.name}: {error}") from error
 
     def _require_readable(self, info: TensorInfo) -> None:
-        if info.dtype in FLOAT_DTYPES:
+        if info.dtype in FLOAT_TYPES:
             return
         try:
             formats.exact_for(info.dtype)
