@@ -13,7 +13,7 @@ from moestro.formats.base import Format
 from moestro.memory.weights import Role
 
 _ROLES = tuple(role for role in get_args(Role) if role != "norm")
-_FLOAT_TYPES = ("F32", "F16", "BF16")
+_FLOAT_TYPES = ("F64", "F32", "F16", "BF16")
 
 
 @dataclass(frozen=True, kw_only=True)
