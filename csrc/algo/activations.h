@@ -18,9 +18,8 @@ class ActivationBuffer {
 
  private:
   Activations view_{};
-  std::vector<float> x_, scale_, sum_;
-  std::vector<int8_t> q_;
-  std::vector<int32_t> init_;
+  std::vector<float> x_;
+  std::vector<ActivationBlock> packed_;
 };
 
 // True if activations prepared for one of them serve the other too.

@@ -14,8 +14,8 @@ inline F32 f_load_f16_bytes(const uint8_t* p) {
   return f_load_f16(reinterpret_cast<const uint16_t*>(p));
 }
 
-// Constructed per tile; scales(b) and codes(block) per block of 32 channels. `minimum` is left alone
-// by formats without one.
+// Constructed per tile; scales(b) and codes(block) per block of 32 channels. `minimum` is left
+// alone by formats without one.
 template <class Layout>
 struct Decoder;
 
@@ -41,8 +41,7 @@ template <>
 struct Decoder<Int4ZeroLayout> {
   F32 scale, low;
   explicit Decoder(const uint8_t* tile)
-      : scale(f_load_f16_bytes(tile)),
-        low(f_mul(scale, f_sub(f_zero(), f_load_u8(tile + 32)))) {}
+      : scale(f_load_f16_bytes(tile)), low(f_mul(scale, f_sub(f_zero(), f_load_u8(tile + 32)))) {}
   void scales(const uint8_t*, int, F32 step[1], F32& minimum) const {
     step[0] = scale;
     minimum = low;

@@ -12,9 +12,7 @@
 // number; one whose amax would make 127 / amax overflow counts as zero.
 constexpr float kSmallestAmax = 1e-30f;
 
-inline void quantize_block(F32 a, F32 b, const Activations& act, int64_t block) {
-  int8_t* q = act.q + block * kBlockChannels;
-  const LayoutFacts& facts = layout_facts(act.kind);
+inline void quantize_block(F32 a, F32 b, const LayoutFacts& facts, ActivationBlock& out) {
   const float amax = f_max_lane(f_max(f_abs(a), f_abs(b)));
   // x * 0 is NaN for NaN and infinities, and then so is the sum.
   const float finite = f_sum(f_fma(a, f_zero(), f_mul(b, f_zero())));
@@ -27,30 +25,27 @@ inline void quantize_block(F32 a, F32 b, const Activations& act, int64_t block) 
     inverse = 127.0f / amax;
   }
   const F32 factor = f_set1(inverse);
-  i_store_i8(q, i_from_f(f_mul(a, factor)));
-  i_store_i8(q + 16, i_from_f(f_mul(b, factor)));
-  act.scale[block] = scale;
+  i_store_i8(out.q, i_from_f(f_mul(a, factor)));
+  i_store_i8(out.q + 16, i_from_f(f_mul(b, factor)));
   int32_t half[2] = {0, 0};
   for (int i = 0; i < 16; ++i) {
-    half[0] += q[i];
-    half[1] += q[16 + i];
+    half[0] += out.q[i];
+    half[1] += out.q[16 + i];
   }
-  if (facts.steps == 2) {
-    act.init[2 * block] = -facts.zero * half[0];
-    act.init[2 * block + 1] = -facts.zero * half[1];
-  } else {
-    act.init[block] = -facts.zero * (half[0] + half[1]);
-  }
-  if (facts.has_min) act.sum[block] = static_cast<float>(half[0] + half[1]) * scale;
+  const int32_t all = half[0] + half[1];
+  out.scale = scale;
+  out.sum = static_cast<float>(all) * scale;
+  out.init[0] = -facts.zero * (facts.steps == 2 ? half[0] : all);
+  out.init[1] = -facts.zero * half[1];
 }
 
 inline void store_block(F32 a, F32 b, const Activations& act, int64_t row, int64_t first) {
-  const int64_t at = row * act.ld + first;
-  if (layout_facts(act.kind).is_float) {
-    f_store(act.x + at, a);
-    f_store(act.x + at + 16, b);
+  const int64_t block = row * act.blocks + first / kBlockChannels;
+  if (act.x != nullptr) {
+    f_store(act.x + block * kBlockChannels, a);
+    f_store(act.x + block * kBlockChannels + 16, b);
   } else {
-    quantize_block(a, b, act, at / kBlockChannels);
+    quantize_block(a, b, layout_facts(act.kind), act.packed[block]);
   }
 }
 

@@ -1,10 +1,12 @@
 // One call per layer on the resident team, three phases:
 //   1. group (token, slot) pairs by expert, and quantize each token's activations once;
 //   2. gate and up of 32 intermediate channels per step, activation function, re-quantization -> h;
-//   3. down: a task owns output channels and walks the experts in ascending id, adding weight x result
-//      into the tokens' rows. So every sum has one order, with no atomics and no scratch per expert.
-// Each expert's kernel is chosen by its own token count. h rows are in expert order, so phase 3 reads
-// them in place.
+//   3. down: a task owns output channels and walks the experts in ascending id, adding weight x
+//   result
+//      into the tokens' rows. So every sum has one order, with no atomics and no scratch per
+//      expert.
+// Each expert's kernel is chosen by its own token count. h rows are in expert order, so phase 3
+// reads them in place.
 #include "algo/moe.h"
 
 #include <algorithm>
@@ -152,7 +154,8 @@ class Moe final : public Op {
     float* up = gate + kChunkTokens * kPairChannels;
     const Activations& up_act = x_up_ != nullptr ? x_up_->view() : x_.view();
     for (; block < block_end; ++block) {
-      TileJob g = pair_job(a_.gate, span.blob, block, x_.view(), span.count, gate, worker.scratch());
+      TileJob g =
+          pair_job(a_.gate, span.blob, block, x_.view(), span.count, gate, worker.scratch());
       TileJob u = pair_job(a_.up, span.blob, block, up_act, span.count, up, worker.scratch());
       g.rows = u.rows = token_.data() + span.first;
       g.next = u.tile[0];
@@ -177,11 +180,9 @@ class Moe final : public Op {
     }
     for (size_t s = 0; s < spans_.size(); ++s) {
       const Span& span = spans_[s];
-      Activations act = h_.view();
-      advance(act, span.first);
+      const Activations act = h_.view().from(span.first);
       for (int64_t p = pair; p < pair_end; ++p) {
-        TileJob job =
-            pair_job(a_.down, span.blob, p, act, span.count, result, worker.scratch());
+        TileJob job = pair_job(a_.down, span.blob, p, act, span.count, result, worker.scratch());
         if (p + 1 < pair_end) {
           job.next = job.tile[job.tiles - 1] + a_.down.matrix.stride();
         } else if (s + 1 < spans_.size()) {
@@ -190,26 +191,11 @@ class Moe final : public Op {
         kernels.tiles[static_cast<int>(a_.down.matrix.kind)](job);
         const int64_t channel = p * kPairChannels;
         const int64_t width = job.tiles * kTileChannels;
-        kernels.combine(result, width, span.count,
-                        static_cast<int>(std::min(width, hidden - channel)),
-                        weight_.data() + span.first, token_.data() + span.first, a_.out + channel,
-                        hidden);
+        kernels.combine(
+            result, width, span.count, static_cast<int>(std::min(width, hidden - channel)),
+            weight_.data() + span.first, token_.data() + span.first, a_.out + channel, hidden);
       }
     }
-  }
-
-  // Lets row 0 of `act` be its row `row`.
-  static void advance(Activations& act, int64_t row) {
-    const LayoutFacts& facts = layout_facts(act.kind);
-    const int64_t block = row * (act.ld / kBlockChannels);
-    if (facts.is_float) {
-      act.x += row * act.ld;
-      return;
-    }
-    act.q += row * act.ld;
-    act.scale += block;
-    act.init += block * facts.steps;
-    if (facts.has_min) act.sum += block;
   }
 
   MoeArgs a_;

@@ -1,7 +1,5 @@
 #include "algo/probe.h"
 
-#include <sys/mman.h>
-
 #include <algorithm>
 #include <atomic>
 #include <chrono>
@@ -9,6 +7,7 @@
 #include <mutex>
 
 #include "core/error.h"
+#include "core/memory.h"
 #include "core/team.h"
 #include "isa/dispatch.h"
 
@@ -27,23 +26,20 @@ double seconds_since(std::chrono::steady_clock::time_point start) {
 class ProbeMemory {
  public:
   const uint8_t* get(int64_t nbytes) {
-    if (nbytes == nbytes_) return base_;
-    if (base_ != nullptr) munmap(base_, size_t(nbytes_));
-    base_ = nullptr;
+    if (nbytes == nbytes_) return reinterpret_cast<const uint8_t*>(base_);
+    if (base_ != nullptr) free_pages(base_, size_t(nbytes_));
     nbytes_ = 0;
-    void* p = mmap(nullptr, size_t(nbytes), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    if (p == MAP_FAILED)
+    base_ = allocate_pages(size_t(nbytes));
+    if (base_ == nullptr)
       throw invalid_request("no memory for a probe of " + std::to_string(nbytes) + " bytes");
-    madvise(p, size_t(nbytes), MADV_HUGEPAGE);
-    std::memset(p, 1, size_t(nbytes));
-    base_ = static_cast<uint8_t*>(p);
+    std::memset(base_, 1, size_t(nbytes));
     nbytes_ = nbytes;
-    return base_;
+    return reinterpret_cast<const uint8_t*>(base_);
   }
   std::mutex mutex;
 
  private:
-  uint8_t* base_ = nullptr;
+  std::byte* base_ = nullptr;
   int64_t nbytes_ = 0;
 };
 

@@ -8,22 +8,27 @@ template <class Layout, int kTokens, int kTiles>
 void multiply_float(const TileJob& job, int first_tile, int first_token) {
   const float* x[kTokens];
   F32 even[kTokens][kTiles], odd[kTokens][kTiles];
+#pragma GCC unroll 16
   for (int i = 0; i < kTokens; ++i) {
-    const int64_t token = first_token + i;
-    x[i] = job.act.x + (job.rows != nullptr ? job.rows[token] : token) * job.act.ld;
+    x[i] = job.act.x + activation_row(job, first_token + i) * job.act.blocks * kBlockChannels;
+#pragma GCC unroll 2
     for (int t = 0; t < kTiles; ++t) even[i][t] = odd[i][t] = f_zero();
   }
   for (int64_t b = 0; b < job.blocks; ++b) {
+#pragma GCC unroll 2
     for (int t = 0; t < kTiles; ++t)
       for (int ahead = 0; ahead < Layout::kBlock; ahead += 64)
         prefetch(job.tile[first_tile + t] + b * Layout::kBlock + kPrefetchBytes + ahead);
     for (int k = 0; k < kBlockChannels; k += 2) {
       F32 w[kTiles][2];
+#pragma GCC unroll 2
       for (int t = 0; t < kTiles; ++t)
         load_pair(Layout{}, job.tile[first_tile + t] + b * Layout::kBlock, k, w[t][0], w[t][1]);
+#pragma GCC unroll 16
       for (int i = 0; i < kTokens; ++i) {
         const F32 x0 = f_set1(x[i][b * kBlockChannels + k]);
         const F32 x1 = f_set1(x[i][b * kBlockChannels + k + 1]);
+#pragma GCC unroll 2
         for (int t = 0; t < kTiles; ++t) {
           even[i][t] = f_fma(w[t][0], x0, even[i][t]);
           odd[i][t] = f_fma(w[t][1], x1, odd[i][t]);
@@ -32,7 +37,9 @@ void multiply_float(const TileJob& job, int first_tile, int first_token) {
     }
   }
   float* out = job.out + int64_t{first_token} * kTileChannels * job.tiles;
+#pragma GCC unroll 16
   for (int i = 0; i < kTokens; ++i)
+#pragma GCC unroll 2
     for (int t = 0; t < kTiles; ++t)
       f_store(out + (int64_t{i} * job.tiles + first_tile + t) * kTileChannels,
               f_add(even[i][t], odd[i][t]));

@@ -1,9 +1,9 @@
 // Integer tile products. Included in each ISA's anonymous namespace.
 //
-// Per 16 output channels, token and block of 32 input channels: an exact integer dot, then the float
-// steps acc = fma(float(dot), weight_scale * activation_scale, acc), one per scale in ascending order,
-// then acc = fma(minimum, activation_sum, acc) for formats with a minimum. Every path below performs
-// these same steps in this same order, so all give the same bits.
+// Per 16 output channels, token and block of 32 input channels: an exact integer dot, then the
+// float steps acc = fma(float(dot), weight_scale * activation_scale, acc), one per scale in
+// ascending order, then acc = fma(minimum, activation_sum, acc) for formats with a minimum. Every
+// path below performs these same steps in this same order, so all give the same bits.
 #pragma once
 
 // How far ahead of the bytes in use a streaming worker prefetches.
@@ -24,36 +24,33 @@ struct Prefetcher {
   }
 };
 
-template <class Layout>
-inline F32 float_steps(const I32 dots[Layout::kSteps], const F32 step[Layout::kSteps], F32 minimum,
-                       const Activations& act, int64_t block_index, F32 acc) {
-  const F32 scale = f_set1(act.scale[block_index]);
-  for (int s = 0; s < Layout::kSteps; ++s)
-    acc = f_fma(f_from_i(dots[s]), f_mul(step[s], scale), acc);
-  if constexpr (Layout::kMin) acc = f_fma(minimum, f_set1(act.sum[block_index]), acc);
-  return acc;
+inline int64_t activation_row(const TileJob& job, int64_t i) {
+  return job.rows != nullptr ? job.rows[i] : i;
 }
 
-// The dots of one block: codes[8] in registers against one token's 32 bytes.
+// One block of one token: codes[8] in registers -> acc.
 template <class Layout>
-inline void block_dots(const U8 codes[8], const int8_t* x, const int32_t* init,
-                       I32 dots[Layout::kSteps]) {
+inline F32 add_block(const U8 codes[8], const F32 step[Layout::kSteps], F32 minimum,
+                     const ActivationBlock& x, F32 acc) {
   constexpr int kQuads = 8 / Layout::kSteps;
+  const F32 scale = f_set1(x.scale);
+#pragma GCC unroll 2
   for (int s = 0; s < Layout::kSteps; ++s) {
-    auto acc = Acc<Layout::kBits>::start(init[s]);
-    for (int j = 0; j < kQuads; ++j)
-      acc.dot(codes[s * kQuads + j], quad_load(x + 4 * (s * kQuads + j)));
-    dots[s] = acc.result(init[s]);
+    auto dots = Acc<Layout::kBits>::start(x.init[s]);
+#pragma GCC unroll 8
+    for (int j = s * kQuads; j < (s + 1) * kQuads; ++j) dots.dot(codes[j], quad_load(x.q + 4 * j));
+    acc = f_fma(f_from_i(dots.result(x.init[s])), f_mul(step[s], scale), acc);
   }
+  if constexpr (Layout::kMin) acc = f_fma(minimum, f_set1(x.sum), acc);
+  return acc;
 }
 
 // Few tokens: decode in registers, use at once, stream on.
 template <class Layout, int kTokens, bool kOneBlock>
-inline void direct_row_tile(const TileJob& job, const uint8_t* tile, const int64_t row[kTokens],
-                            const Prefetcher& ahead, F32 acc[kTokens]) {
+inline void direct_row_tile(const TileJob& job, const uint8_t* tile,
+                            const ActivationBlock* const x[kTokens], const Prefetcher& ahead,
+                            F32 acc[kTokens]) {
   const int tile_blocks = kOneBlock ? 1 : job.tile_blocks;
-  const int64_t blocks_per_row = job.act.ld / kBlockChannels;
-  for (int i = 0; i < kTokens; ++i) acc[i] = f_zero();
   for (int64_t first = 0; first < job.blocks; first += tile_blocks, tile += job.tile_bytes) {
     const Decoder<Layout> decoder(tile);
     if constexpr (kOneBlock) ahead.touch<Layout::kHeader + Layout::kBlock>(tile);
@@ -65,46 +62,45 @@ inline void direct_row_tile(const TileJob& job, const uint8_t* tile, const int64
       Decoder<Layout>::codes(block, codes);
       F32 step[Layout::kSteps], minimum = f_zero();
       decoder.scales(tile, b, step, minimum);
-      for (int i = 0; i < kTokens; ++i) {
-        const int64_t at = row[i] * blocks_per_row + first + b;
-        I32 dots[Layout::kSteps];
-        block_dots<Layout>(codes, job.act.q + at * kBlockChannels,
-                           job.act.init + at * Layout::kSteps, dots);
-        acc[i] = float_steps<Layout>(dots, step, minimum, job.act, at, acc[i]);
-      }
+#pragma GCC unroll 16
+      for (int i = 0; i < kTokens; ++i)
+        acc[i] = add_block<Layout>(codes, step, minimum, x[i][first + b], acc[i]);
     }
   }
 }
 
 template <class Layout, int kTokens, bool kOneBlock>
 void direct_tiles(const TileJob& job, int first_token) {
-  int64_t row[kTokens];
+  const ActivationBlock* x[kTokens];
   for (int i = 0; i < kTokens; ++i)
-    row[i] = job.rows != nullptr ? job.rows[first_token + i] : first_token + i;
+    x[i] = job.act.packed + activation_row(job, first_token + i) * job.act.blocks;
   const int64_t stride = job.blocks / job.tile_blocks * job.tile_bytes;
   for (int t = 0; t < job.tiles; ++t) {
     const bool last = t + 1 == job.tiles;
     const Prefetcher ahead(job.tile[t] + stride, last ? job.next : job.tile[t + 1]);
     F32 acc[kTokens];
-    direct_row_tile<Layout, kTokens, kOneBlock>(job, job.tile[t], row, ahead, acc);
+#pragma GCC unroll 16
+    for (int i = 0; i < kTokens; ++i) acc[i] = f_zero();
+    direct_row_tile<Layout, kTokens, kOneBlock>(job, job.tile[t], x, ahead, acc);
+#pragma GCC unroll 16
     for (int i = 0; i < kTokens; ++i)
       f_store(job.out + (first_token + i) * kTileChannels * job.tiles + kTileChannels * t, acc[i]);
   }
 }
 
-// Many tokens: a K-block of the tiles is decoded once into L1 and reused by all of them.
+// Many tokens where registers are few: a K-block of a tile is decoded once into L1 and reused by
+// all.
 constexpr int kDecodedBlocks = 16;
 
 template <class Layout>
 struct Decoded {
-  uint8_t codes[kBlockTiles][kDecodedBlocks][8][64];
-  float step[kBlockTiles][kDecodedBlocks][Layout::kSteps][16];
-  float minimum[kBlockTiles][kDecodedBlocks][16];
+  uint8_t codes[kDecodedBlocks][8][64];
+  float step[kDecodedBlocks][Layout::kSteps][16];
+  float minimum[kDecodedBlocks][16];
 };
 
 template <class Layout>
-void decode_blocks(const TileJob& job, int t, int64_t first, int count, int slot,
-                   Decoded<Layout>& out) {
+void decode_blocks(const TileJob& job, int t, int64_t first, int count, Decoded<Layout>& out) {
   int b = static_cast<int>(first % job.tile_blocks);
   const uint8_t* tile = job.tile[t] + first / job.tile_blocks * job.tile_bytes;
   for (int done = 0; done < count;) {
@@ -112,63 +108,48 @@ void decode_blocks(const TileJob& job, int t, int64_t first, int count, int slot
     for (; b < job.tile_blocks && done < count; ++b, ++done) {
       U8 codes[8];
       Decoder<Layout>::codes(tile + Layout::kHeader + int64_t{b} * Layout::kBlock, codes);
-      for (int j = 0; j < 8; ++j) u8_store(out.codes[slot][done][j], codes[j]);
+      for (int j = 0; j < 8; ++j) u8_store(out.codes[done][j], codes[j]);
       F32 step[Layout::kSteps], minimum = f_zero();
       decoder.scales(tile, b, step, minimum);
-      for (int s = 0; s < Layout::kSteps; ++s) f_store(out.step[slot][done][s], step[s]);
-      if constexpr (Layout::kMin) f_store(out.minimum[slot][done], minimum);
+      for (int s = 0; s < Layout::kSteps; ++s) f_store(out.step[done][s], step[s]);
+      if constexpr (Layout::kMin) f_store(out.minimum[done], minimum);
     }
     b = 0;
     tile += job.tile_bytes;
   }
 }
 
-// kTokens tokens x kTiles tiles in registers over `count` decoded blocks; continues the sums in out.
-template <class Layout, int kTokens, int kTiles>
-void multiply_decoded(const TileJob& job, const Decoded<Layout>& decoded, int slot, int64_t first,
+// kTokens tokens against `count` decoded blocks; continues the sums in out.
+template <class Layout, int kTokens>
+void multiply_decoded(const TileJob& job, int t, const Decoded<Layout>& decoded, int64_t first,
                       int count, int first_token) {
   constexpr int kQuads = 8 / Layout::kSteps;
-  const int64_t blocks_per_row = job.act.ld / kBlockChannels;
-  float* out = job.out + int64_t{first_token} * kTileChannels * job.tiles + kTileChannels * slot;
   const int64_t out_ld = int64_t{kTileChannels} * job.tiles;
-  int64_t at[kTokens];
-  F32 acc[kTokens][kTiles];
+  float* out = job.out + first_token * out_ld + kTileChannels * t;
+  const ActivationBlock* x[kTokens];
+  F32 acc[kTokens];
   for (int i = 0; i < kTokens; ++i) {
-    const int64_t token = first_token + i;
-    at[i] = (job.rows != nullptr ? job.rows[token] : token) * blocks_per_row + first;
-    for (int t = 0; t < kTiles; ++t)
-      acc[i][t] = first == 0 ? f_zero() : f_load(out + i * out_ld + kTileChannels * t);
+    x[i] = job.act.packed + activation_row(job, first_token + i) * job.act.blocks + first;
+    acc[i] = first == 0 ? f_zero() : f_load(out + i * out_ld);
   }
   for (int b = 0; b < count; ++b) {
     for (int s = 0; s < Layout::kSteps; ++s) {
-      Acc<Layout::kBits> dots[kTokens][kTiles];
-      for (int i = 0; i < kTokens; ++i)
-        for (int t = 0; t < kTiles; ++t)
-          dots[i][t] = Acc<Layout::kBits>::start(job.act.init[(at[i] + b) * Layout::kSteps + s]);
+      Acc<Layout::kBits> dots[kTokens];
+      for (int i = 0; i < kTokens; ++i) dots[i] = Acc<Layout::kBits>::start(x[i][b].init[s]);
       for (int j = s * kQuads; j < (s + 1) * kQuads; ++j) {
-        U8 codes[kTiles];
-        for (int t = 0; t < kTiles; ++t) codes[t] = u8_load(decoded.codes[slot + t][b][j]);
-        for (int i = 0; i < kTokens; ++i) {
-          const Quad x = quad_load(job.act.q + (at[i] + b) * kBlockChannels + 4 * j);
-          for (int t = 0; t < kTiles; ++t) dots[i][t].dot(codes[t], x);
-        }
+        const U8 codes = u8_load(decoded.codes[b][j]);
+        for (int i = 0; i < kTokens; ++i) dots[i].dot(codes, quad_load(x[i][b].q + 4 * j));
       }
-      for (int i = 0; i < kTokens; ++i) {
-        const F32 scale = f_set1(job.act.scale[at[i] + b]);
-        const int32_t init = job.act.init[(at[i] + b) * Layout::kSteps + s];
-        for (int t = 0; t < kTiles; ++t)
-          acc[i][t] = f_fma(f_from_i(dots[i][t].result(init)),
-                            f_mul(f_load(decoded.step[slot + t][b][s]), scale), acc[i][t]);
-      }
+      const F32 step = f_load(decoded.step[b][s]);
+      for (int i = 0; i < kTokens; ++i)
+        acc[i] = f_fma(f_from_i(dots[i].result(x[i][b].init[s])),
+                       f_mul(step, f_set1(x[i][b].scale)), acc[i]);
     }
     if constexpr (Layout::kMin)
       for (int i = 0; i < kTokens; ++i)
-        for (int t = 0; t < kTiles; ++t)
-          acc[i][t] = f_fma(f_load(decoded.minimum[slot + t][b]), f_set1(job.act.sum[at[i] + b]),
-                            acc[i][t]);
+        acc[i] = f_fma(f_load(decoded.minimum[b]), f_set1(x[i][b].sum), acc[i]);
   }
-  for (int i = 0; i < kTokens; ++i)
-    for (int t = 0; t < kTiles; ++t) f_store(out + i * out_ld + kTileChannels * t, acc[i][t]);
+  for (int i = 0; i < kTokens; ++i) f_store(out + i * out_ld, acc[i]);
 }
 
 // Calls f.template operator()<n>(first) for register blocks of n <= kMax that cover m tokens.
@@ -176,6 +157,8 @@ template <int kMax, class F>
 inline void for_token_blocks(int m, F&& f) {
   int i = 0;
   for (; i + kMax <= m; i += kMax) f.template operator()<kMax>(i);
+  if constexpr (kMax > 6)
+    if (m - i >= 6) f.template operator()<6>(i), i += 6;
   if constexpr (kMax > 4)
     if (m - i >= 4) f.template operator()<4>(i), i += 4;
   if constexpr (kMax > 2)
@@ -183,39 +166,34 @@ inline void for_token_blocks(int m, F&& f) {
   for (; i < m; ++i) f.template operator()<1>(i);
 }
 
-template <class Layout, int kTiles>
-void decoded_tiles(const TileJob& job, int slot_tile) {
+template <class Layout>
+void decoded_tiles(const TileJob& job) {
   auto& decoded = *reinterpret_cast<Decoded<Layout>*>(job.scratch);
   static_assert(sizeof(Decoded<Layout>) <= kTileScratchBytes);
-  TileJob part = job;
-  for (int t = 0; t < kTiles; ++t) part.tile[t] = job.tile[slot_tile + t];
-  part.out = job.out + kTileChannels * slot_tile;
-  for (int64_t first = 0; first < job.blocks; first += kDecodedBlocks) {
-    const int count = static_cast<int>(std::min<int64_t>(kDecodedBlocks, job.blocks - first));
-    for (int t = 0; t < kTiles; ++t) decode_blocks<Layout>(part, t, first, count, t, decoded);
-    for_token_blocks<kBlockTokens>(job.m, [&]<int kTokens>(int i) {
-      multiply_decoded<Layout, kTokens, kTiles>(part, decoded, 0, first, count, i);
-    });
+  for (int t = 0; t < job.tiles; ++t) {
+    for (int64_t first = 0; first < job.blocks; first += kDecodedBlocks) {
+      const int count = static_cast<int>(std::min<int64_t>(kDecodedBlocks, job.blocks - first));
+      decode_blocks<Layout>(job, t, first, count, decoded);
+      for_token_blocks<kBlockTokens>(job.m, [&]<int kTokens>(int i) {
+        multiply_decoded<Layout, kTokens>(job, t, decoded, first, count, i);
+      });
+    }
   }
 }
 
-// Up to this many tokens the registers-only path reads the weights once or twice and wins.
-constexpr int kDirectTokens = 4;
-
 template <class Layout>
 void int_tiles(const TileJob& job) {
-  if (job.m <= kDirectTokens) {
-    for_token_blocks<4>(job.m, [&]<int kTokens>(int i) {
-      if (Layout::kTileBlocks == 0 && job.tile_blocks == 1) {
-        direct_tiles<Layout, kTokens, true>(job, i);
-      } else {
-        direct_tiles<Layout, kTokens, false>(job, i);
-      }
-    });
-    return;
+  if constexpr (kDecodeFrom > 0) {
+    if (job.m >= kDecodeFrom) {
+      decoded_tiles<Layout>(job);
+      return;
+    }
   }
-  int t = 0;
-  if constexpr (kBlockTiles == 2)
-    for (; t + 2 <= job.tiles; t += 2) decoded_tiles<Layout, 2>(job, t);
-  for (; t < job.tiles; ++t) decoded_tiles<Layout, 1>(job, t);
+  for_token_blocks<kDirectTokens>(job.m, [&]<int kTokens>(int i) {
+    if (Layout::kTileBlocks == 0 && job.tile_blocks == 1) {
+      direct_tiles<Layout, kTokens, true>(job, i);
+    } else {
+      direct_tiles<Layout, kTokens, false>(job, i);
+    }
+  });
 }

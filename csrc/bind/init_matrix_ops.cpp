@@ -35,7 +35,8 @@ void linear(BoundProgram* program, Floats2 x, const std::string& format, Bytes1 
 
 void embed_tokens(BoundProgram* program, Ints1 ids, const std::string& format, Bytes1 data,
                   int64_t vocab, int64_t hidden, Floats2 out, Ints1 rows) {
-  const PackedMatrix weight = bind_matrix("embed_tokens: weight bytes", format, data, vocab, hidden);
+  const PackedMatrix weight =
+      bind_matrix("embed_tokens: weight bytes", format, data, vocab, hidden);
   require_size("embed_tokens: out width", out.shape(1), hidden);
   require(ids.shape(0) >= out.shape(0), "embed_tokens: fewer ids than output rows");
   const EmbedArgs args{.ids = ids.data(), .weight = weight, .out = out.data()};
@@ -78,7 +79,8 @@ void moe(BoundProgram* program, Floats2 x, Ints2 ids, Floats2 weights, Longs1 po
   require_size("moe: ids rows", ids.shape(0), x.shape(0));
   require_size("moe: weights rows", weights.shape(0), x.shape(0));
   require_size("moe: weights width", weights.shape(1), ids.shape(1));
-  submit(program, make_moe(args, make_rows(rows, x.shape(0))), x, ids, weights, pointers, out, rows);
+  submit(program, make_moe(args, make_rows(rows, x.shape(0))), x, ids, weights, pointers, out,
+         rows);
 }
 
 nb::ndarray<nb::numpy, float> decode(const std::string& format, Bytes1 data, int64_t rows,
@@ -104,11 +106,12 @@ void init_matrix_ops(nb::module_& m) {
   m.def("decode", &decode, nb::arg("format"), nb::arg("data"), nb::arg("rows"), nb::arg("cols"),
         "Decoded float32 [rows, cols], element by element.");
   m.def("format_names", &format_names);
-  m.def("format_nbytes",
-        [](const std::string& format, int64_t rows, int64_t cols) {
-          return describe_matrix(format, rows, cols).nbytes();
-        },
-        nb::arg("format"), nb::arg("rows"), nb::arg("cols"));
+  m.def(
+      "format_nbytes",
+      [](const std::string& format, int64_t rows, int64_t cols) {
+        return describe_matrix(format, rows, cols).nbytes();
+      },
+      nb::arg("format"), nb::arg("rows"), nb::arg("cols"));
   m.def("probe_read", &probe_read, nb::arg("nbytes"), nb::call_guard<nb::gil_scoped_release>(),
         "Best of a few passes over fresh memory: bytes read per second by the whole team.");
   m.def("probe_dot", &probe_dot, nb::call_guard<nb::gil_scoped_release>(),

@@ -1,5 +1,6 @@
 // ISA choice, threads, programs, and the translation of native errors.
 #include "bind/tensors.h"
+#include "core/memory.h"
 #include "core/team.h"
 #include "isa/dispatch.h"
 
@@ -25,6 +26,21 @@ void translate(const std::exception_ptr& pointer, void*) {
   }
 }
 
+nb::ndarray<nb::numpy, uint8_t> allocate_bytes(int64_t nbytes) {
+  require(nbytes > 0, "allocate_bytes: size must be positive");
+  std::byte* p = allocate_pages(size_t(nbytes));
+  if (p == nullptr) throw std::bad_alloc();
+  struct Owned {
+    std::byte* p;
+    size_t nbytes;
+  };
+  nb::capsule owner(new Owned{p, size_t(nbytes)}, [](void* q) noexcept {
+    const std::unique_ptr<Owned> owned(static_cast<Owned*>(q));
+    free_pages(owned->p, owned->nbytes);
+  });
+  return nb::ndarray<nb::numpy, uint8_t>(p, {size_t(nbytes)}, owner);
+}
+
 }  // namespace
 
 void init_runtime(nb::module_& m) {
@@ -35,6 +51,8 @@ void init_runtime(nb::module_& m) {
   m.def("built_isas", &built_isas);
   m.def("set_threads", &set_process_threads, nb::arg("threads"));
   m.def("threads", &process_threads);
+  m.def("allocate_bytes", &allocate_bytes, nb::arg("nbytes"),
+        "Zeroed uint8 memory aligned to 2 MiB, on huge pages where the system gives them.");
   nb::class_<BoundProgram>(m, "Program", "Recorded ops over fixed buffers.")
       .def(nb::init<>())
       .def("__len__", [](const BoundProgram& p) { return p.program.size(); })

@@ -42,7 +42,8 @@ float element(FormatKind kind, const uint8_t* tile, int b, int k, int c) {
       std::memcpy(&value, block + 4 * (k * 16 + c), 4);
       return value;
     }
-    case FormatKind::kF16: return half_at(block, k * 16 + c);
+    case FormatKind::kF16:
+      return half_at(block, k * 16 + c);
     case FormatKind::kBf16: {
       uint16_t h;
       std::memcpy(&h, block + 2 * (k / 2 * 32 + c * 2 + k % 2), 2);
@@ -68,7 +69,8 @@ float element(FormatKind kind, const uint8_t* tile, int b, int k, int c) {
       const auto sc = static_cast<int8_t>(tile[32 + (2 * b + k / 16) * 16 + c]);
       return half_at(tile, c) * static_cast<float>(sc) * static_cast<float>(code - 32);
     }
-    case FormatKind::kCount: break;
+    case FormatKind::kCount:
+      break;
   }
   return 0.0f;
 }
@@ -114,7 +116,8 @@ std::vector<std::string> format_names() {
       names.emplace_back(f.stem);
       continue;
     }
-    for (const int group : kGroups) names.push_back(std::string(f.stem) + "-g" + std::to_string(group));
+    for (const int group : kGroups)
+      names.push_back(std::string(f.stem) + "-g" + std::to_string(group));
     names.push_back(std::string(f.stem) + "-row");
   }
   return names;

@@ -28,9 +28,16 @@ struct LayoutFacts {
 };
 template <class Layout>
 constexpr LayoutFacts make_facts(const char* stem, bool grouped) {
-  return {stem,           grouped,         Layout::kFloat,      Layout::kMin,
-          Layout::kHeader, Layout::kBlock, Layout::kTileBlocks, Layout::kBits,
-          Layout::kSteps,  Layout::kZero};
+  return {stem,
+          grouped,
+          Layout::kFloat,
+          Layout::kMin,
+          Layout::kHeader,
+          Layout::kBlock,
+          Layout::kTileBlocks,
+          Layout::kBits,
+          Layout::kSteps,
+          Layout::kZero};
 }
 
 constexpr LayoutFacts kLayoutFacts[] = {

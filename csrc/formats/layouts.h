@@ -1,23 +1,26 @@
-// Where everything lies inside a tile: 16 output channels x one K-group, header first, then blocks of
-// 32 input channels. Channel c is 0..15, k counts inside a block. Multi-byte values are little endian.
+// Where everything lies inside a tile: 16 output channels x one K-group, header first, then blocks
+// of 32 input channels. Channel c is 0..15, k counts inside a block. Multi-byte values are little
+// endian.
 //
-//   float     (no header) f32, f16: element (k, c) at k * 16 + c; bf16: at (k / 2) * 32 + c * 2 + k % 2
-//   int8      f16 scale[16]; code (k, c) at (k / 4) * 64 + c * 4 + k % 4, value = scale * (u8 - 128)
-//   int4      f16 scale[16]; byte j * 64 + c * 4 + i holds k = 4j + i in its low nibble and
+//   float     (no header) f32, f16: element (k, c) at k * 16 + c; bf16: at (k / 2) * 32 + c * 2 + k
+//   % 2 int8      f16 scale[16]; code (k, c) at (k / 4) * 64 + c * 4 + k % 4, value = scale * (u8 -
+//   128) int4      f16 scale[16]; byte j * 64 + c * 4 + i holds k = 4j + i in its low nibble and
 //             k = 16 + 4j + i in its high nibble, value = scale * (u4 - 8)
 //   int4z     f16 scale[16], u8 zero[16]; value = scale * (u4 - zero)
 //   int4m     f16 scale[16], f16 min[16]; value = scale * u4 + min
 //   k4        f16 d[16], f16 dmin[16], u8 sc[8][16], u8 m[8][16]; blocks as int4,
 //             value = d * sc * u4 - dmin * m                                   (ggml Q4_K)
-//   k6        f16 d[16], s8 sc[16][16]; blocks of 256 B low nibbles as int4 and 128 B high bits: byte
+//   k6        f16 d[16], s8 sc[16][16]; blocks of 256 B low nibbles as int4 and 128 B high bits:
+//   byte
 //             h * 64 + c * 4 + i, bits 2jj..2jj+1 belong to k = 4 (4h + jj) + i,
 //             value = d * sc[k / 16] * (u6 - 32)                               (ggml Q6_K)
 #pragma once
 
 namespace moestro {
 
-// kBits: of a code. kSteps: float steps (scales) per block of 32. kMin: a minimum is added per block.
-// kZero: subtracted from each code. kTileBlocks: blocks per tile, 0 when the group size says so.
+// kBits: of a code. kSteps: float steps (scales) per block of 32. kMin: a minimum is added per
+// block. kZero: subtracted from each code. kTileBlocks: blocks per tile, 0 when the group size says
+// so.
 struct Int8Layout {
   static constexpr bool kFloat = false;
   static constexpr int kHeader = 32, kBlock = 512, kTileBlocks = 0;

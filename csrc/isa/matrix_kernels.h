@@ -8,39 +8,52 @@
 
 namespace moestro {
 
-// Activations prepared for one weight format: float rows, or signed bytes with one scale per 32
-// channels and what the format's float step needs of their sums. Rows are `ld` channels apart, padded
-// with zeros; per-block arrays are ld / 32 apart.
+// 32 input channels of one token as the integer kernels read them: one pointer per token.
+struct ActivationBlock {
+  int8_t q[32];
+  float scale;      // amax / 127
+  float sum;        // sum of q times scale, for formats with a minimum
+  int32_t init[2];  // -kZero * sum of q, one per float step
+};
+static_assert(sizeof(ActivationBlock) == 48);
+
+// Activations prepared for one weight format: rows of padded float channels for float formats, of
+// blocks for integer ones. Padding is zero.
 struct Activations {
   FormatKind kind;
-  int64_t ld;
-  float* x;        // float formats only
-  int8_t* q;       // integer formats
-  float* scale;    // amax / 127 per block
-  int32_t* init;   // -kZero * sum of q, kSteps per block
-  float* sum;      // sum of q times scale per block, formats with a minimum only
+  int64_t blocks;           // of 32 channels per row
+  float* x;                 // [rows][32 * blocks] or null
+  ActivationBlock* packed;  // [rows][blocks] or null
+
+  // The same rows from `row` on.
+  Activations from(int64_t row) const {
+    Activations rest = *this;
+    if (x != nullptr) rest.x += row * blocks * 32;
+    if (packed != nullptr) rest.packed += row * blocks;
+    return rest;
+  }
 };
 
 // Products of up to two row tiles (16 output channels each) with m activation rows.
 struct TileJob {
   const uint8_t* tile[2];
-  const uint8_t* next;   // where this worker reads on after the last tile (prefetch only)
-  int tiles;             // 1 or 2
-  int tile_blocks;       // blocks of 32 channels per tile
+  const uint8_t* next;  // where this worker reads on after the last tile (prefetch only)
+  int tiles;            // 1 or 2
+  int tile_blocks;      // blocks of 32 channels per tile
   int64_t tile_bytes;
-  int64_t blocks;        // per row tile
+  int64_t blocks;  // per row tile
   Activations act;
-  const int32_t* rows;   // activation row of each of the m, null for 0..m-1
+  const int32_t* rows;  // activation row of each of the m, null for 0..m-1
   int m;
-  float* out;            // [m][16 * tiles]
-  std::byte* scratch;    // kTileScratchBytes, 64-byte aligned
+  float* out;          // [m][16 * tiles]
+  std::byte* scratch;  // kTileScratchBytes, 64-byte aligned
 };
 
 constexpr int64_t kTileScratchBytes = 128 * 1024;
 
 struct MatrixKernels {
-  // Prepares channels [first, first + n) of activation row `row`; first is a multiple of 32. Channels
-  // up to the next multiple of 32 are zero-filled.
+  // Prepares channels [first, first + n) of activation row `row`; first is a multiple of 32.
+  // Channels up to the next multiple of 32 are zero-filled.
   void (*quantize)(const float* x, int n, const Activations& act, int64_t row, int64_t first);
   // silu(gate) * up of m rows of 32 channels (the last 32 - n of them padding), prepared into block
   // first / 32 of activation rows row0...

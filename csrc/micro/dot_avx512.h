@@ -1,7 +1,8 @@
 // maddubs on 512 bits. Its 16-bit pair sums saturate, so their size is bounded by kBits:
 //   4 bits: 2 * 15 * 128 = 3840, eight of them fit in 16 bits: one widening add per 32 channels
 //   6 bits: 2 * 63 * 128 = 16128, widened after each
-//   8 bits: 2 * 255 * 128 would saturate: the code is split into nibbles and each half is a 4-bit case
+//   8 bits: 2 * 255 * 128 would saturate: the code is split into nibbles and each half is a 4-bit
+//   case
 #pragma once
 
 using Quad = __m512i;

@@ -1,8 +1,8 @@
 // Dot of unsigned weight codes and signed activation bytes, four input channels at a time, in plain
 // C++: the reference of the other micro/dot_*.h. All of them are exact for every pair of codes.
 //
-// Acc<kBits> accumulates up to 32 channels of codes below 2^kBits. start(init) .. dot() .. result(init)
-// yields init + sum; a variant may use init at either end.
+// Acc<kBits> accumulates up to 32 channels of codes below 2^kBits. start(init) .. dot() ..
+// result(init) yields init + sum; a variant may use init at either end.
 #pragma once
 
 struct Quad {

@@ -23,3 +23,7 @@ built_isas = core.built_isas
 set_threads = core.set_threads
 threads = core.threads
 Program = core.Program
+allocate_bytes = core.allocate_bytes
+probe_read = core.probe_read
+probe_dot = core.probe_dot
+probe_fma = core.probe_fma

@@ -1,0 +1,61 @@
+"""The machine's own limits, measured with the active kernel table in the same run as a benchmark."""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import asdict, dataclass
+
+from moestro import native
+
+READ_BYTES = 1 << 29
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """Medians over all probes of a run: read GB/s, integer dot and float32 FMA GOP/s."""
+
+    isa: str
+    threads: int
+    read_gb_s: float
+    read_gb_s_min: float
+    read_gb_s_max: float
+    dot_gop_s: float
+    fma_gflop_s: float
+
+    def as_dict(self) -> dict[str, object]:
+        return asdict(self)
+
+
+class Probes:
+    """Takes probes between measurements, so that each can be compared with its neighbours."""
+
+    def __init__(self) -> None:
+        self._read: list[float] = []
+        self._dot: list[float] = []
+        self._fma: list[float] = []
+
+    def read(self) -> float:
+        """Bytes per second."""
+        self._read.append(native.probe_read(READ_BYTES))
+        return self._read[-1]
+
+    def dot(self) -> float:
+        """Integer operations per second."""
+        self._dot.append(native.probe_dot())
+        return self._dot[-1]
+
+    def fma(self) -> float:
+        """Float32 operations per second."""
+        self._fma.append(native.probe_fma())
+        return self._fma[-1]
+
+    def summary(self) -> Limits:
+        return Limits(
+            isa=native.isa(),
+            threads=native.threads(),
+            read_gb_s=statistics.median(self._read) / 1e9,
+            read_gb_s_min=min(self._read) / 1e9,
+            read_gb_s_max=max(self._read) / 1e9,
+            dot_gop_s=statistics.median(self._dot) / 1e9,
+            fma_gflop_s=statistics.median(self._fma) / 1e9,
+        )

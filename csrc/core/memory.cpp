@@ -1,0 +1,34 @@
+#include "core/memory.h"
+
+#include <sys/mman.h>
+
+#include <cstdint>
+
+namespace moestro {
+namespace {
+
+constexpr size_t kHugePage = size_t{2} << 20;
+
+size_t whole_pages(size_t nbytes) { return (nbytes + kHugePage - 1) / kHugePage * kHugePage; }
+
+}  // namespace
+
+std::byte* allocate_pages(size_t nbytes) {
+  // One huge page more than asked, trimmed to alignment, so that huge pages can back all of it.
+  const size_t wanted = whole_pages(nbytes);
+  void* raw = mmap(nullptr, wanted + kHugePage, PROT_READ | PROT_WRITE,
+                   MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (raw == MAP_FAILED) return nullptr;
+  const auto start = reinterpret_cast<uintptr_t>(raw);
+  const uintptr_t aligned = (start + kHugePage - 1) / kHugePage * kHugePage;
+  if (aligned > start) munmap(raw, aligned - start);
+  const uintptr_t end = start + wanted + kHugePage;
+  if (end > aligned + wanted)
+    munmap(reinterpret_cast<void*>(aligned + wanted), end - aligned - wanted);
+  madvise(reinterpret_cast<void*>(aligned), wanted, MADV_HUGEPAGE);
+  return reinterpret_cast<std::byte*>(aligned);
+}
+
+void free_pages(std::byte* p, size_t nbytes) { munmap(p, whole_pages(nbytes)); }
+
+}  // namespace moestro
