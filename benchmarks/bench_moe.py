@@ -17,9 +17,9 @@ import time
 from dataclasses import asdict, dataclass
 
 import torch
-from limits import Probes
 from torch import Tensor
 
+from limits import Probes
 from moestro import formats, native
 from moestro.memory.expert_bank import BlobLayout
 
@@ -56,7 +56,11 @@ class Layers:
     def __init__(self, shape: Shape, format_name: str, layers: int, tokens: int) -> None:
         self.shape, self.tokens = shape, tokens
         hidden, inter = shape.hidden_size, shape.intermediate_size
-        sizes = [(format_name, inter, hidden), (format_name, inter, hidden), (format_name, hidden, inter)]
+        sizes = [
+            (format_name, inter, hidden),
+            (format_name, inter, hidden),
+            (format_name, hidden, inter),
+        ]
         self.layout = BlobLayout.plan(sizes)
         self.part_bytes = sum(formats.get(f).nbytes(r, c) for f, r, c in sizes)
         expert = torch.empty(self.layout.nbytes, dtype=torch.uint8)
@@ -130,7 +134,9 @@ def measure(layers: Layers, tokens: int, probes: Probes, rounds: int) -> Row:
              operations / seconds / ((dot + dot_after) / 2))
         )  # fmt: skip
         read, dot = read_after, dot_after
-    seconds, rate, of_read, of_dot = (statistics.median(column) for column in zip(*samples, strict=True))
+    seconds, rate, of_read, of_dot = (
+        statistics.median(column) for column in zip(*samples, strict=True)
+    )
     return Row(
         tokens=tokens,
         us_per_layer=seconds / count * 1e6,
@@ -144,7 +150,9 @@ def measure(layers: Layers, tokens: int, probes: Probes, rounds: int) -> Row:
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shape", choices=sorted(SHAPES), default="qwen3-30b-a3b")
-    parser.add_argument("--format", default=formats.DEFAULT, choices=formats.names(), metavar="NAME")
+    parser.add_argument(
+        "--format", default=formats.DEFAULT, choices=formats.names(), metavar="NAME"
+    )
     parser.add_argument("--tokens", default="1,4,16,64,512", help="comma-separated batch sizes")
     parser.add_argument("--layers", type=int, default=4, help="layers of weights in memory")
     parser.add_argument("--threads", type=int, default=0, help="0: all the process may use")
