@@ -2,15 +2,16 @@
 
     python benchmarks/bench_moe.py --shape qwen3-30b-a3b --format int4-g32 --tokens 1,4,16,64,512
 
-Several layers of experts are kept, each call takes the next one with freshly drawn routing, so that
-weights come from DRAM. Every measurement stands between two bandwidth probes and two dot probes, and
-its fractions are of their mean; medians over the rounds are reported.
+Several layers of experts are kept and each call takes the next one with freshly drawn routing, so
+that weights come from DRAM. Every measurement stands between two bandwidth probes and two dot
+probes, and its fractions are of their mean; medians over the rounds are reported.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import sys
 import time
@@ -166,7 +167,7 @@ def main() -> int:
     if options.threads:
         native.set_threads(options.threads)
     else:
-        native.set_threads(len(__import__("os").sched_getaffinity(0)))
+        native.set_threads(len(os.sched_getaffinity(0)))
     shape = SHAPES[options.shape]
     tokens = [int(n) for n in options.tokens.split(",")]
     layers = Layers(shape, options.format, options.layers, max(tokens))

@@ -1,4 +1,4 @@
-"""The machine's own limits, measured with the active kernel table in the same run as a benchmark."""
+"""The machine's own limits, measured with the active kernel table beside a benchmark."""
 
 from __future__ import annotations
 
