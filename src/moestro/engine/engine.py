@@ -7,9 +7,12 @@ no other; a step that fails leaves every request where it was, to be tried again
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from moestro.core.errors import InvalidRequest, MoestroError
@@ -136,7 +139,8 @@ class Engine:
         logits = self._runner.run(work)
         self._scheduler.advance(work)
         sampled = [self._live[item.sequence.id] for item in work if item.logits]
-        return [self._take(live, logits[row]) for row, live in enumerate(sampled)]
+        with _one_torch_thread():
+            return [self._take(live, logits[row]) for row, live in enumerate(sampled)]
 
     def _take(self, live: _Live, logits: Tensor) -> Output:
         """Sample a sequence's next token and say what it means."""
@@ -205,6 +209,19 @@ class Engine:
             timings=_timings(live),
             error=error,
         )
+
+
+@contextmanager
+def _one_torch_thread() -> Iterator[None]:
+    """A row of logits is little work, and torch's own threads go on spinning after it, on the cores
+    that the kernels of the next step need.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _flush(live: _Live) -> str:
