@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moestro import formats
+from moestro import formats, native
 from moestro.core.errors import CheckpointError, InvalidRequest, OutOfBudget
 from moestro.core.units import format_bytes
 from moestro.formats.base import PackedWeight, round_up
@@ -61,20 +61,19 @@ class BlobLayout:
         blob[end:] = 0
 
 
-def aligned_buffer(nbytes: int, alignment: int = BLOB_ALIGNMENT) -> Tensor:
-    """An uninitialized uint8 tensor [nbytes] whose address is a multiple of ``alignment``.
+def aligned_buffer(nbytes: int) -> Tensor:
+    """A zeroed uint8 tensor [nbytes] on huge pages where the system gives them, aligned to 2 MiB
+    (so to BLOB_ALIGNMENT too): kernels stream experts in order, and small pages cost them the TLB.
 
     Raises OutOfBudget when the system does not give that much memory.
     """
     try:
-        raw = torch.empty(nbytes + alignment, dtype=torch.uint8)
-    except RuntimeError as error:  # torch has no type of its own for a failed CPU allocation
+        return torch.from_numpy(native.allocate_bytes(nbytes))
+    except MemoryError as error:
         raise OutOfBudget(
             f"{format_bytes(nbytes)} for one layer's experts cannot be allocated; choose a smaller "
             "format"
         ) from error
-    skip = -raw.data_ptr() % alignment
-    return raw[skip : skip + nbytes]
 
 
 class ExpertBank:
