@@ -95,16 +95,19 @@ nb::ndarray<nb::numpy, float> decode(const std::string& format, Bytes1 data, int
 }  // namespace
 
 void init_matrix_ops(nb::module_& m) {
-  m.def("linear", &linear, nb::arg("program").none(), nb::arg("x"), nb::arg("format"),
-        nb::arg("data"), nb::arg("n"), nb::arg("k"), nb::arg("out"), nb::arg("rows"), nb::kw_only(),
-        nb::arg("bias").none() = nb::none(), nb::arg("accumulate") = false);
-  m.def("embed_tokens", &embed_tokens, nb::arg("program").none(), nb::arg("ids"), nb::arg("format"),
-        nb::arg("data"), nb::arg("vocab"), nb::arg("hidden"), nb::arg("out"), nb::arg("rows"));
-  m.def("moe", &moe, nb::arg("program").none(), nb::arg("x"), nb::arg("ids"), nb::arg("weights"),
-        nb::arg("pointers"), nb::arg("projections"), nb::arg("activation"), nb::arg("out"),
-        nb::arg("rows"), nb::kw_only(), nb::arg("accumulate") = false);
-  m.def("decode", &decode, nb::arg("format"), nb::arg("data"), nb::arg("rows"), nb::arg("cols"),
-        "Decoded float32 [rows, cols], element by element.");
+  m.def("linear", &linear, nb::arg("program").none(), nb::arg("x").noconvert(), nb::arg("format"),
+        nb::arg("data").noconvert(), nb::arg("n"), nb::arg("k"), nb::arg("out").noconvert(),
+        nb::arg("rows").noconvert(), nb::kw_only(), nb::arg("bias").noconvert().none() = nb::none(),
+        nb::arg("accumulate") = false);
+  m.def("embed_tokens", &embed_tokens, nb::arg("program").none(), nb::arg("ids").noconvert(),
+        nb::arg("format"), nb::arg("data").noconvert(), nb::arg("vocab"), nb::arg("hidden"),
+        nb::arg("out").noconvert(), nb::arg("rows").noconvert());
+  m.def("moe", &moe, nb::arg("program").none(), nb::arg("x").noconvert(),
+        nb::arg("ids").noconvert(), nb::arg("weights").noconvert(), nb::arg("pointers").noconvert(),
+        nb::arg("projections"), nb::arg("activation"), nb::arg("out").noconvert(),
+        nb::arg("rows").noconvert(), nb::kw_only(), nb::arg("accumulate") = false);
+  m.def("decode", &decode, nb::arg("format"), nb::arg("data").noconvert(), nb::arg("rows"),
+        nb::arg("cols"), "Decoded float32 [rows, cols], element by element.");
   m.def("format_names", &format_names);
   m.def(
       "format_nbytes",
