@@ -18,9 +18,9 @@ struct ExpertMatrix {
 enum class Activation { kSilu };
 
 struct MoeArgs {
-  const float* x;           // [T, hidden]
-  const int32_t* ids;       // [T, top_k]; below zero: skip
-  const float* weights;     // [T, top_k]
+  const float* x;        // [T, hidden]
+  const int32_t* ids;    // [T, top_k]; below zero: skip
+  const float* weights;  // [T, top_k]
   int64_t top_k;
   const int64_t* pointers;  // [experts] address of each blob, 0 if it is not in memory
   int64_t experts;

@@ -9,10 +9,14 @@ namespace {
 
 const char* python_name(ErrorKind kind) {
   switch (kind) {
-    case ErrorKind::kUnsupportedOp: return "UnsupportedOp";
-    case ErrorKind::kUnsupportedFormat: return "UnsupportedFormat";
-    case ErrorKind::kCheckpoint: return "CheckpointError";
-    case ErrorKind::kInvalidRequest: break;
+    case ErrorKind::kUnsupportedOp:
+      return "UnsupportedOp";
+    case ErrorKind::kUnsupportedFormat:
+      return "UnsupportedFormat";
+    case ErrorKind::kCheckpoint:
+      return "CheckpointError";
+    case ErrorKind::kInvalidRequest:
+      break;
   }
   return "InvalidRequest";
 }
@@ -21,7 +25,8 @@ void translate(const std::exception_ptr& pointer, void*) {
   try {
     std::rethrow_exception(pointer);
   } catch (const Error& error) {
-    const nb::object type = nb::module_::import_("moestro.core.errors").attr(python_name(error.kind()));
+    const nb::object type =
+        nb::module_::import_("moestro.core.errors").attr(python_name(error.kind()));
     PyErr_SetString(type.ptr(), error.what());
   }
 }

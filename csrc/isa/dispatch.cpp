@@ -49,9 +49,9 @@ void set_isa(const std::string& name) {
   for (const Entry& entry : kEntries) {
     if (name != entry.table->name) continue;
     if (!entry.supported())
-      throw Error(ErrorKind::kUnsupportedOp, "instruction set " + name +
-                                                 " was asked for, but this machine supports: " +
-                                                 join(supported_isas()));
+      throw Error(ErrorKind::kUnsupportedOp,
+                  "instruction set " + name +
+                      " was asked for, but this machine supports: " + join(supported_isas()));
     active.store(entry.table, std::memory_order_release);
     return;
   }

@@ -2,9 +2,9 @@
 #pragma once
 
 constexpr int kLanes = 16;
-constexpr int kBlockTokens = 3;    // tokens per register block of float and L1 kernels
-constexpr int kDirectTokens = 2;   // of the integer kernels that decode into registers
-constexpr int kDecodeFrom = 4;     // tokens from which a tile is decoded into L1 instead
+constexpr int kBlockTokens = 3;   // tokens per register block of float and L1 kernels
+constexpr int kDirectTokens = 2;  // of the integer kernels that decode into registers
+constexpr int kDecodeFrom = 4;    // tokens from which a tile is decoded into L1 instead
 constexpr int kFloatRows = 6;
 constexpr int kFloatAccumulators = 6;
 

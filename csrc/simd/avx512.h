@@ -2,9 +2,9 @@
 #pragma once
 
 constexpr int kLanes = 16;
-constexpr int kBlockTokens = 6;    // tokens per register block of the float kernels
-constexpr int kDirectTokens = 8;   // of the integer kernels that decode into registers
-constexpr int kDecodeFrom = 0;     // never through L1: 32 registers hold codes and sums
+constexpr int kBlockTokens = 6;   // tokens per register block of the float kernels
+constexpr int kDirectTokens = 8;  // of the integer kernels that decode into registers
+constexpr int kDecodeFrom = 0;    // never through L1: 32 registers hold codes and sums
 constexpr int kFloatRows = 12;
 constexpr int kFloatAccumulators = 24;
 

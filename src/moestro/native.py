@@ -6,7 +6,7 @@ Importing this module picks the best kernel table the CPU supports, or the one `
 
 from __future__ import annotations
 
-from moestro import _core as core
+import moestro._core as core
 from moestro.core import env
 
 _forced = env.isa()

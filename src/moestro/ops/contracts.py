@@ -39,8 +39,8 @@ class Packed(Protocol):
 class ExpertTable(Protocol):
     """All experts of one layer as packed blobs (see ``memory.expert_bank.ExpertBank``).
 
-    ``pointers`` is int64 [E]: the address of each expert's blob ``gate | up | down``. ``layout`` has
-    for each of the three its format name, rows, cols and byte offset in the blob.
+    ``pointers`` is int64 [E]: the address of each expert's blob ``gate | up | down``.
+    ``projections`` has for each of the three its format name, rows, cols and offset in the blob.
     """
 
     @property
