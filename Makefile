@@ -19,7 +19,7 @@ T ?= tests/test_architecture.py tests/test_architecture_rules.py tests/unit test
 
 VENV := .venv
 RUN := $(VENV)/bin/python
-PIP := $(RUN) -m pip install --quiet --disable-pip-version-check -c constraints.txt $(PIP_ARGS)
+PIP := $(RUN) -m pip install -qq --disable-pip-version-check -c constraints.txt $(PIP_ARGS)
 STAMPS := $(VENV)/.stamps
 # With the build requirements in the environment itself, a second build is incremental.
 PACKAGE = $(PIP) --no-build-isolation -e .
