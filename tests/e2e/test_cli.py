@@ -349,11 +349,13 @@ def test_chat_in_a_terminal(tmp_path: Path, cache: Path) -> None:
     for typed in ("first\r", "two\x1b\rlines\r"):
         terminal.wait_for(BRACKETED_PASTE_ON)
         terminal.type(typed)
-        terminal.wait_for(BRACKETED_PASTE_OFF)
+        terminal.wait_for(BRACKETED_PASTE_OFF + r"\s*[^\s\x1b]")  # the answer has begun
         terminal.process.send_signal(signal.SIGINT)  # stops the answer, not the session
         assert "cancelled" in terminal.wait_for(r"answer tokens .*\]")
+    terminal.wait_for(BRACKETED_PASTE_ON)
     terminal.type("/stats\r")
     terminal.wait_for("tokens used")
+    terminal.wait_for(BRACKETED_PASTE_ON)  # before it, Ctrl-D would be the line discipline's
     terminal.type("\x04")
     assert terminal.close() == 0
     history = (cache / "chat_history").read_text()
