@@ -13,11 +13,11 @@
 constexpr float kSmallestAmax = 1e-30f;
 
 inline void quantize_block(F32 a, F32 b, const LayoutFacts& facts, ActivationBlock& out) {
-  const float amax = f_max_lane(f_max(f_abs(a), f_abs(b)));
-  // x * 0 is NaN for NaN and infinities, and then so is the sum.
-  const float finite = f_sum(f_fma(a, f_zero(), f_mul(b, f_zero())));
+  // As integers the bits of non-negative floats have the order of their values, NaN above infinity.
+  const int32_t largest = i_max_lane(i_max(i_bits(f_abs(a)), i_bits(f_abs(b))));
+  const float amax = std::bit_cast<float>(largest);
   float scale = 0.0f, inverse = 0.0f;
-  if (!(finite == 0.0f)) {
+  if (largest >= 0x7f800000) {
     scale = std::numeric_limits<float>::quiet_NaN();
     a = b = f_zero();
   } else if (amax >= kSmallestAmax) {
@@ -25,18 +25,18 @@ inline void quantize_block(F32 a, F32 b, const LayoutFacts& facts, ActivationBlo
     inverse = 127.0f / amax;
   }
   const F32 factor = f_set1(inverse);
-  i_store_i8(out.q, i_from_f(f_mul(a, factor)));
-  i_store_i8(out.q + 16, i_from_f(f_mul(b, factor)));
-  int32_t half[2] = {0, 0};
-  for (int i = 0; i < 16; ++i) {
-    half[0] += out.q[i];
-    half[1] += out.q[16 + i];
-  }
-  const int32_t all = half[0] + half[1];
+  const I32 first = i_from_f(f_mul(a, factor)), second = i_from_f(f_mul(b, factor));
+  i_store_i8(out.q, first);
+  i_store_i8(out.q + 16, second);
   out.scale = scale;
-  out.sum = static_cast<float>(all) * scale;
-  out.init[0] = -facts.zero * (facts.steps == 2 ? half[0] : all);
-  out.init[1] = -facts.zero * half[1];
+  if (facts.steps == 2) {
+    out.init[0] = -facts.zero * i_sum(first);
+    out.init[1] = -facts.zero * i_sum(second);
+    return;
+  }
+  const int32_t sum = i_sum(i_add(first, second));
+  out.init[0] = -facts.zero * sum;
+  out.sum = static_cast<float>(sum) * scale;
 }
 
 inline void store_block(F32 a, F32 b, const Activations& act, int64_t row, int64_t first) {

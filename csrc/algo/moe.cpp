@@ -24,6 +24,10 @@ constexpr int64_t kPairChannels = 2 * kTileChannels;
 static_assert(kPairChannels == kBlockChannels, "a pair of tiles fills one activation block");
 // Weight bytes per task: enough to stream, small enough to balance.
 constexpr int64_t kTaskBytes = 64 * 1024;
+// From this many tokens on, output channels are summed in a compact copy, if it fits the scratch.
+constexpr int64_t kCompactTokens = 16;
+constexpr int64_t kCompactFloats =
+    (int64_t{Worker::kScratchBytes} - kTileScratchBytes) / 4 - kChunkTokens * kPairChannels;
 
 // Consecutive entries of the expert order that share an expert.
 struct Span {
@@ -169,15 +173,36 @@ class Moe final : public Op {
     }
   }
 
+  // Output channels of pairs [pair, pair_end) for all tokens. With many tokens they are summed in a
+  // compact copy: rows of `out` lie a power of two apart in most models, where a few cache sets
+  // would have to hold them all.
   void down(Worker& worker, int64_t tokens, int64_t pair, int64_t pair_end) {
-    const MatrixKernels& kernels = isa().matrix;
     auto* result = reinterpret_cast<float*>(worker.scratch() + kTileScratchBytes);
     const int64_t hidden = a_.down.matrix.rows;
-    if (!a_.accumulate) {
-      const int64_t first = pair * kPairChannels, end = std::min(hidden, pair_end * kPairChannels);
-      for (int64_t t = 0; t < tokens; ++t)
-        std::fill(a_.out + t * hidden + first, a_.out + t * hidden + end, 0.0f);
+    const int64_t first = pair * kPairChannels;
+    const int64_t live = std::min(hidden, pair_end * kPairChannels) - first;
+    float* sums = a_.out + first;
+    int64_t ld = hidden;
+    if (tokens >= kCompactTokens && tokens * live <= kCompactFloats) {
+      sums = result + kChunkTokens * kPairChannels;
+      ld = live;
+      if (a_.accumulate) copy_rows(a_.out + first, hidden, sums, live, tokens, live);
     }
+    if (!a_.accumulate)
+      for (int64_t t = 0; t < tokens; ++t) std::fill_n(sums + t * ld, live, 0.0f);
+    add_experts(worker, pair, pair_end, sums, ld, result);
+    if (ld != hidden) copy_rows(sums, live, a_.out + first, hidden, tokens, live);
+  }
+
+  static void copy_rows(const float* from, int64_t from_ld, float* to, int64_t to_ld, int64_t rows,
+                        int64_t n) {
+    for (int64_t r = 0; r < rows; ++r) std::copy_n(from + r * from_ld, n, to + r * to_ld);
+  }
+
+  // sums[t] += weight * down(h) of every expert in ascending id; column 0 of sums is pair's first.
+  void add_experts(Worker& worker, int64_t pair, int64_t pair_end, float* sums, int64_t ld,
+                   float* result) {
+    const MatrixKernels& kernels = isa().matrix;
     for (size_t s = 0; s < spans_.size(); ++s) {
       const Span& span = spans_[s];
       const Activations act = h_.view().from(span.first);
@@ -191,9 +216,10 @@ class Moe final : public Op {
         kernels.tiles[static_cast<int>(a_.down.matrix.kind)](job);
         const int64_t channel = p * kPairChannels;
         const int64_t width = job.tiles * kTileChannels;
-        kernels.combine(
-            result, width, span.count, static_cast<int>(std::min(width, hidden - channel)),
-            weight_.data() + span.first, token_.data() + span.first, a_.out + channel, hidden);
+        kernels.combine(result, width, span.count,
+                        static_cast<int>(std::min(width, a_.down.matrix.rows - channel)),
+                        weight_.data() + span.first, token_.data() + span.first,
+                        sums + channel - pair * kPairChannels, ld);
       }
     }
   }

@@ -2,12 +2,15 @@
 // each ISA's anonymous namespace.
 #pragma once
 
+// The best of several distances measured on Zen 4.
+constexpr int64_t kProbePrefetchBytes = 4096;
+
 uint64_t read_bytes(const uint8_t* p, int64_t n) {
   U8 sum[4];
   for (auto& s : sum) s = u8_load(p);
   for (int64_t i = 0; i + 256 <= n; i += 256) {
     for (int j = 0; j < 4; ++j) {
-      prefetch(p + i + 64 * j + kPrefetchBytes);
+      prefetch(p + i + 64 * j + kProbePrefetchBytes);
       sum[j] = u8_xor(sum[j], u8_load(p + i + 64 * j));
     }
   }

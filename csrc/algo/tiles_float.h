@@ -15,10 +15,6 @@ void multiply_float(const TileJob& job, int first_tile, int first_token) {
     for (int t = 0; t < kTiles; ++t) even[i][t] = odd[i][t] = f_zero();
   }
   for (int64_t b = 0; b < job.blocks; ++b) {
-#pragma GCC unroll 2
-    for (int t = 0; t < kTiles; ++t)
-      for (int ahead = 0; ahead < Layout::kBlock; ahead += 64)
-        prefetch(job.tile[first_tile + t] + b * Layout::kBlock + kPrefetchBytes + ahead);
     for (int k = 0; k < kBlockChannels; k += 2) {
       F32 w[kTiles][2];
 #pragma GCC unroll 2
@@ -47,6 +43,7 @@ void multiply_float(const TileJob& job, int first_tile, int first_token) {
 
 template <class Layout>
 void float_tiles(const TileJob& job) {
+  prefetch_next(job);
   for_token_blocks<kBlockTokens>(job.m, [&]<int kTokens>(int i) {
     int t = 0;
     for (; t + 2 <= job.tiles; t += 2) multiply_float<Layout, kTokens, 2>(job, t, i);

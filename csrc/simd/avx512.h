@@ -82,6 +82,10 @@ inline void f_load_bf16_pairs(const uint16_t* p, F32& even, F32& odd) {
 
 inline I32 i_set1(int32_t x) { return _mm512_set1_epi32(x); }
 inline I32 i_add(I32 a, I32 b) { return _mm512_add_epi32(a, b); }
+inline I32 i_max(I32 a, I32 b) { return _mm512_max_epi32(a, b); }
+inline I32 i_bits(F32 a) { return _mm512_castps_si512(a); }
+inline int32_t i_sum(I32 a) { return _mm512_reduce_add_epi32(a); }
+inline int32_t i_max_lane(I32 a) { return _mm512_reduce_max_epi32(a); }
 inline void i_store(int32_t* p, I32 a) { _mm512_storeu_si512(p, a); }
 inline F32 f_load_i8(const int8_t* p) {
   return _mm512_cvtepi32_ps(

@@ -131,6 +131,22 @@ inline I32 i_add(I32 a, I32 b) {
   MOESTRO_LANES(a.v[i] = a.v[i] + b.v[i])
   return a;
 }
+inline I32 i_max(I32 a, I32 b) {
+  MOESTRO_LANES(a.v[i] = a.v[i] > b.v[i] ? a.v[i] : b.v[i])
+  return a;
+}
+// The bits of each float.
+inline I32 i_bits(F32 a) {
+  I32 r;
+  MOESTRO_LANES(r.v[i] = std::bit_cast<int32_t>(a.v[i]))
+  return r;
+}
+inline int32_t i_sum(I32 a) {
+  int32_t sum = 0;
+  for (const int32_t x : a.v) sum += x;
+  return sum;
+}
+inline int32_t i_max_lane(I32 a) { return *std::max_element(a.v, a.v + 16); }
 inline void i_store(int32_t* p, I32 a) { MOESTRO_LANES(p[i] = a.v[i]) }
 // 16 signed or unsigned bytes widened.
 inline F32 f_load_i8(const int8_t* p) {
