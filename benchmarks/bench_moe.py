@@ -168,6 +168,7 @@ def main() -> int:
         native.set_threads(options.threads)
     else:
         native.set_threads(len(os.sched_getaffinity(0)))
+    torch.set_num_threads(1)  # its idle threads spin on the cores that are measured
     shape = SHAPES[options.shape]
     tokens = [int(n) for n in options.tokens.split(",")]
     layers = Layers(shape, options.format, options.layers, max(tokens))
