@@ -23,7 +23,7 @@ constexpr int64_t kChunkTokens = 128;
 constexpr int64_t kPairChannels = 2 * kTileChannels;
 static_assert(kPairChannels == kBlockChannels, "a pair of tiles fills one activation block");
 // Weight bytes per task: enough to stream, small enough to balance.
-constexpr int64_t kTaskBytes = 64 * 1024;
+constexpr int64_t kTaskBytes = 256 * 1024;
 // From this many tokens on, output channels are summed in a compact copy, if it fits the scratch.
 constexpr int64_t kCompactTokens = 16;
 constexpr int64_t kCompactFloats =
@@ -79,10 +79,10 @@ class Moe final : public Op {
   }
 
  private:
-  // Steps per task: about kTaskBytes of weights, but at least eight tasks per worker.
+  // Steps per task: about kTaskBytes of weights, but at least six tasks per worker.
   static int64_t per_task(int64_t steps, int64_t copies, int workers, int64_t bytes_per_step) {
     const int64_t by_bytes = std::max<int64_t>(1, kTaskBytes / bytes_per_step);
-    const int64_t by_balance = std::max<int64_t>(1, steps * copies / (8 * workers));
+    const int64_t by_balance = std::max<int64_t>(1, steps * copies / (6 * workers));
     return std::min({by_bytes, by_balance, steps});
   }
 
@@ -141,35 +141,40 @@ class Moe final : public Op {
     return job;
   }
 
-  // Leaves rows of 32 floats whatever the number of tiles, as gate_quantize wants them.
-  static void run_pair(const MatrixKernels& kernels, FormatKind kind, const TileJob& job) {
-    kernels.tiles[static_cast<int>(kind)](job);
+  // One pair of gate or up tiles. Leaves rows of 32 floats even for a lone last tile.
+  void run_pair(Worker& worker, const ExpertMatrix& m, const Span& span, int64_t pair,
+                const Activations& act, float* out) const {
+    TileJob job = pair_job(m, span.blob, pair, act, span.count, out, worker.scratch());
+    job.rows = token_.data() + span.first;
+    isa().matrix.tiles[static_cast<int>(m.matrix.kind)](job);
     if (job.tiles == 2) return;
     for (int i = job.m - 1; i >= 0; --i) {
-      std::copy_backward(job.out + i * kTileChannels, job.out + (i + 1) * kTileChannels,
-                         job.out + i * kPairChannels + kTileChannels);
-      std::fill_n(job.out + i * kPairChannels + kTileChannels, kTileChannels, 0.0f);
+      std::copy_backward(out + i * kTileChannels, out + (i + 1) * kTileChannels,
+                         out + i * kPairChannels + kTileChannels);
+      std::fill_n(out + i * kPairChannels + kTileChannels, kTileChannels, 0.0f);
     }
   }
 
-  void gate_up(Worker& worker, const Span& span, int64_t block, int64_t block_end) {
+  // Intermediate channels of blocks [block, end) for one span. With few tokens several blocks of
+  // gate are read before up: the longer a run of bytes, the more of it the hardware prefetches.
+  void gate_up(Worker& worker, const Span& span, int64_t block, int64_t end) {
     const MatrixKernels& kernels = isa().matrix;
+    const int64_t size = span.count * kPairChannels;
     auto* gate = reinterpret_cast<float*>(worker.scratch() + kTileScratchBytes);
     float* up = gate + kChunkTokens * kPairChannels;
     const Activations& up_act = x_up_ != nullptr ? x_up_->view() : x_.view();
-    for (; block < block_end; ++block) {
-      TileJob g =
-          pair_job(a_.gate, span.blob, block, x_.view(), span.count, gate, worker.scratch());
-      TileJob u = pair_job(a_.up, span.blob, block, up_act, span.count, up, worker.scratch());
-      g.rows = u.rows = token_.data() + span.first;
-      g.next = u.tile[0];
-      u.next = block + 1 < block_end ? g.tile[g.tiles - 1] + a_.gate.matrix.stride() : nullptr;
-      run_pair(kernels, a_.gate.matrix.kind, g);
-      run_pair(kernels, a_.up.matrix.kind, u);
-      const int64_t channel = block * kPairChannels;
-      const int64_t live = std::min(kPairChannels, a_.gate.matrix.rows - channel);
-      kernels.gate_quantize(gate, up, span.count, static_cast<int>(live), h_.view(), span.first,
-                            channel);
+    for (; block < end; block += kChunkTokens / span.count) {
+      const int64_t blocks = std::min<int64_t>(end - block, kChunkTokens / span.count);
+      for (int64_t i = 0; i < blocks; ++i)
+        run_pair(worker, a_.gate, span, block + i, x_.view(), gate + i * size);
+      for (int64_t i = 0; i < blocks; ++i)
+        run_pair(worker, a_.up, span, block + i, up_act, up + i * size);
+      for (int64_t i = 0; i < blocks; ++i) {
+        const int64_t channel = (block + i) * kPairChannels;
+        const int64_t live = std::min(kPairChannels, a_.gate.matrix.rows - channel);
+        kernels.gate_quantize(gate + i * size, up + i * size, span.count, static_cast<int>(live),
+                              h_.view(), span.first, channel);
+      }
     }
   }
 
@@ -203,16 +208,11 @@ class Moe final : public Op {
   void add_experts(Worker& worker, int64_t pair, int64_t pair_end, float* sums, int64_t ld,
                    float* result) {
     const MatrixKernels& kernels = isa().matrix;
-    for (size_t s = 0; s < spans_.size(); ++s) {
-      const Span& span = spans_[s];
+    for (const Span& span : spans_) {
       const Activations act = h_.view().from(span.first);
       for (int64_t p = pair; p < pair_end; ++p) {
-        TileJob job = pair_job(a_.down, span.blob, p, act, span.count, result, worker.scratch());
-        if (p + 1 < pair_end) {
-          job.next = job.tile[job.tiles - 1] + a_.down.matrix.stride();
-        } else if (s + 1 < spans_.size()) {
-          job.next = spans_[s + 1].blob + a_.down.offset + 2 * pair * a_.down.matrix.stride();
-        }
+        const TileJob job =
+            pair_job(a_.down, span.blob, p, act, span.count, result, worker.scratch());
         kernels.tiles[static_cast<int>(a_.down.matrix.kind)](job);
         const int64_t channel = p * kPairChannels;
         const int64_t width = job.tiles * kTileChannels;

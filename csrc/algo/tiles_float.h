@@ -43,7 +43,6 @@ void multiply_float(const TileJob& job, int first_tile, int first_token) {
 
 template <class Layout>
 void float_tiles(const TileJob& job) {
-  prefetch_next(job);
   for_token_blocks<kBlockTokens>(job.m, [&]<int kTokens>(int i) {
     int t = 0;
     for (; t + 2 <= job.tiles; t += 2) multiply_float<Layout, kTokens, 2>(job, t, i);

@@ -37,9 +37,8 @@ struct Activations {
 // Products of up to two row tiles (16 output channels each) with m activation rows.
 struct TileJob {
   const uint8_t* tile[2];
-  const uint8_t* next;  // where this worker reads on after the last tile (prefetch only)
-  int tiles;            // 1 or 2
-  int tile_blocks;      // blocks of 32 channels per tile
+  int tiles;        // 1 or 2
+  int tile_blocks;  // blocks of 32 channels per tile
   int64_t tile_bytes;
   int64_t blocks;  // per row tile
   Activations act;
