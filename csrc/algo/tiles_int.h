@@ -10,7 +10,7 @@
 // With many, a stream moves too slowly to keep it going: kPrefetchBytes ahead hides the memory.
 #pragma once
 
-constexpr int kPrefetchTokens = 8;
+constexpr int kPrefetchTokens = 5;
 constexpr int64_t kPrefetchBytes = 4096;
 
 inline int64_t activation_row(const TileJob& job, int64_t i) {
@@ -136,18 +136,24 @@ void multiply_decoded(const TileJob& job, int t, const Decoded<Layout>& decoded,
   for (int i = 0; i < kTokens; ++i) f_store(out + i * out_ld, acc[i]);
 }
 
-// Calls f.template operator()<n>(first) for register blocks of n <= kMax that cover m tokens.
+// Calls f.template operator()<n>(first) for the n in 1..kMax that equals count.
+template <int kMax, class F>
+inline void for_token_block(int first, int count, F& f) {
+  if constexpr (kMax > 1) {
+    if (count < kMax) return for_token_block<kMax - 1>(first, count, f);
+  }
+  f.template operator()<kMax>(first);
+}
+
+// Covers m tokens with register blocks of at most kMax, as equal as they come: a block reads all
+// weights again, so five tokens are one block and not four and one.
 template <int kMax, class F>
 inline void for_token_blocks(int m, F&& f) {
-  int i = 0;
-  for (; i + kMax <= m; i += kMax) f.template operator()<kMax>(i);
-  if constexpr (kMax > 6)
-    if (m - i >= 6) f.template operator()<6>(i), i += 6;
-  if constexpr (kMax > 4)
-    if (m - i >= 4) f.template operator()<4>(i), i += 4;
-  if constexpr (kMax > 2)
-    if (m - i >= 2) f.template operator()<2>(i), i += 2;
-  for (; i < m; ++i) f.template operator()<1>(i);
+  const int blocks = (m + kMax - 1) / kMax;
+  for (int i = 0; i < blocks; ++i) {
+    const int first = m * i / blocks;
+    for_token_block<kMax>(first, m * (i + 1) / blocks - first, f);
+  }
 }
 
 template <class Layout>
