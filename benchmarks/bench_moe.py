@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from limits import Probes
-from moestro import formats, native
+from moestro import __version__, formats, native
 from moestro.memory.expert_bank import BlobLayout
 
 
@@ -178,6 +178,7 @@ def main() -> int:
     limits = probes.summary()
     if options.json:
         report = {
+            "moestro": __version__,
             "shape": options.shape,
             **asdict(shape),
             "format": options.format,

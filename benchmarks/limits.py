@@ -6,6 +6,7 @@ import statistics
 from dataclasses import asdict, dataclass
 
 from moestro import native
+from moestro.machine import facts
 
 READ_BYTES = 1 << 29
 
@@ -14,6 +15,7 @@ READ_BYTES = 1 << 29
 class Limits:
     """Medians over all probes of a run: read GB/s, integer dot and float32 FMA GOP/s."""
 
+    cpu: str
     isa: str
     threads: int
     read_gb_s: float
@@ -51,6 +53,7 @@ class Probes:
 
     def summary(self) -> Limits:
         return Limits(
+            cpu=facts.gather().cpu_model,
             isa=native.isa(),
             threads=native.threads(),
             read_gb_s=statistics.median(self._read) / 1e9,
