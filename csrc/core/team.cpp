@@ -20,7 +20,7 @@ inline void pause() {
 }
 
 // Beyond this many spins the peer has probably lost its core: let the scheduler run it.
-constexpr int kSpinsBeforeYield = 4096;
+constexpr int kSpinsBeforeYield = 256;
 constexpr auto kIdleBeforePark = std::chrono::microseconds(1000);
 
 thread_local bool inside_job = false;
