@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 from moestro import formats, models
+from moestro.checkpoints.quant_configs import KNOWN_METHODS, READ_METHODS
 from moestro.checkpoints.safetensors import DTYPE_BITS
 from moestro.ops.contracts import Ops
 
@@ -51,6 +52,12 @@ def source_types() -> str:
     return f"safetensors: {', '.join(sorted(plain))}. GGUF: {', '.join(sorted(exact))}."
 
 
+def quantizations() -> str:
+    rows = [[f"`{name}`", what, "yes"] for name, what in READ_METHODS.items()]
+    rows += [[f"`{name}`", what, "no, refused by name"] for name, what in KNOWN_METHODS.items()]
+    return table(["quant_method", "What it is", "Read"], sorted(rows))
+
+
 def op_table() -> str:
     rows = []
     for name, function in inspect.getmembers(Ops, inspect.isfunction):
@@ -79,6 +86,8 @@ def page() -> str:
     sections = {
         "Models": model_table(),
         "Weight types in checkpoints": "Read without loss, in any mix. " + source_types(),
+        "Quantized safetensors": "By `quantization_config` of config.json; the settings that are "
+        "read are in the [guide](guide/checkpoints.md).\n\n" + quantizations(),
         "Weight formats": "What kernels run, in RAM and on disk.\n\n" + format_table(),
         "Instruction sets": "Chosen when the program starts; `MOESTRO_ISA` forces one: "
         + ", ".join(f"`{name}`" for name in isa_names())

@@ -24,6 +24,11 @@ class TensorInfo:
     offset: int
     nbytes: int
 
+    @property
+    def stored_nbytes(self) -> int:
+        """Bytes of all that has to be read for this weight."""
+        return self.nbytes
+
 
 class Checkpoint(Protocol):
     """An opened checkpoint. Opening reads headers only."""

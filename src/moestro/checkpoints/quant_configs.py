@@ -1,29 +1,101 @@
 """Owns what config.json says about quantized weights: ``quantization_config`` and its methods.
 
-A checkpoint whose weights are packed by a method that is not read is refused by name when it is
-opened: its tensors would be misread, or only be found missing much later.
+Each declaration becomes frozen facts: for every module of the model a Scheme, or None where it is
+kept in floating point. A method or a setting that is not read is refused by name when a checkpoint
+is opened: its tensors would be misread, or only be found missing much later. Whether the tensors
+are what is declared here is checked in ``quantized.py``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 from moestro.checkpoints.files import show
-from moestro.core.errors import UnsupportedFormat
+from moestro.core.errors import CheckpointError, UnsupportedFormat
 
-#: Methods that are known by name and not read yet, with what they are.
-KNOWN_METHODS: dict[str, str] = {
+#: methods that are read
+READ_METHODS: dict[str, str] = {
     "awq": "AWQ 4-bit integers",
-    "bitsandbytes": "bitsandbytes nf4 or int8",
-    "compressed-tensors": "compressed-tensors packed integers or floats",
-    "fp8": "8-bit floats with block scales",
+    "compressed-tensors": "compressed-tensors packed integers",
     "gptq": "GPTQ packed integers",
+}
+#: methods that are known by name and not read yet, with what they are
+KNOWN_METHODS: dict[str, str] = {
+    "bitsandbytes": "bitsandbytes nf4 or int8",
+    "fp8": "8-bit floats with block scales",
     "mxfp4": "4-bit floats with shared exponents",
 }
 
 _KEYS = ("quantization_config", "compression_config")
 _WAY_OUT = "open the float checkpoint it was made from, or a GGUF file of the model"
+#: group sizes that kernels have, widest first; a wider one is several of these with equal scales
+_GROUPS = (128, 64, 32)
+
+#: how a module's tensors are laid out, see ``quantized.py``
+Layout = Literal["gptq", "awq", "packed", "plain"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scheme:
+    """How one module's weight is stored.
+
+    bits: of a code, 4 or 8. group_size: input channels that share a scale, 0 for the whole row.
+    symmetric: every zero point is 2^(bits-1); else they are in a tensor. zero_bias: is added to
+    stored zero points, modulo 2^bits (GPTQ stores them minus one). act_order: the declaration says
+    that a tensor assigns input channels to groups.
+    """
+
+    layout: Layout
+    bits: int
+    group_size: int
+    symmetric: bool
+    zero_bias: int = 0
+    act_order: bool = False
+
+    @property
+    def kernel_group(self) -> int:
+        """Input channels per scale in the weight format, 0 for the whole row.
+
+        A wide group becomes several with equal scales, and so does a row with zero points, for want
+        of a row format that has them.
+        """
+        if not self.group_size and self.symmetric:
+            return 0
+        return next(group for group in _GROUPS if self.group_size % group == 0)
+
+    @property
+    def format_name(self) -> str:
+        """The weight format that holds such weights without loss."""
+        group = f"g{self.kernel_group}" if self.kernel_group else "row"
+        return f"int{self.bits}{'' if self.symmetric else 'z'}-{group}"
+
+    def __str__(self) -> str:
+        group = f"groups of {self.group_size}" if self.group_size else "one scale per row"
+        return f"{self.bits} bits, {group}, {'symmetric' if self.symmetric else 'zero points'}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rule:
+    """A scheme (None: floating point) for the modules whose name ``matches``."""
+
+    matches: Callable[[str], object]
+    scheme: Scheme | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Quantization:
+    """A checkpoint's declared quantization. ``where`` begins messages. The first rule wins."""
+
+    method: str
+    where: str
+    rules: tuple[Rule, ...]
+
+    def scheme(self, module: str) -> Scheme | None:
+        """How a module's weight is stored; None if it is declared to be in floating point."""
+        return next((rule.scheme for rule in self.rules if rule.matches(module)), None)
 
 
 def declarations(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -39,31 +111,251 @@ def declarations(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
                     yield f"{name}.{key}", part[key]
 
 
-def refuse_quantized(config: Mapping[str, Any], where: str) -> None:
-    """Raise UnsupportedFormat if a config.json declares quantized weights.
+def read_quantization(config: Mapping[str, Any], where: str) -> Quantization | None:
+    """The quantization that a config.json declares, or None.
 
-    ``where`` is the file the config came from. The message names the method and its settings.
+    ``where`` is the file the config came from. Raises UnsupportedFormat for a method or a setting
+    that is not read, and CheckpointError for a malformed declaration.
     """
-    for place, declared in declarations(config):
-        if not isinstance(declared, Mapping):
-            raise UnsupportedFormat(
-                f"{where}: {place} is {type(declared).__name__}, not an object, so how the weights "
-                f"are stored is unknown; {_WAY_OUT}"
-            )
-        method = declared.get("quant_method")
-        if isinstance(method, str) and method in KNOWN_METHODS:
-            raise UnsupportedFormat(
-                f"{where}: the weights are quantized with {method} ({KNOWN_METHODS[method]}; "
-                f"{_settings(declared)}), which is not read yet; {_WAY_OUT}"
-            )
-        named = f"with {show(method)}" if method else "by a method it does not name"
+    found = list(declarations(config))
+    if not found:
+        return None
+    if any(declared != found[0][1] for _, declared in found):
+        places = " and ".join(place for place, _ in found)
+        raise CheckpointError(f"{where}: {places} contradict each other; fetch config.json again")
+    place, declared = found[0]
+    if not isinstance(declared, Mapping):
         raise UnsupportedFormat(
-            f"{where}: {place} says the weights are quantized {named}; known (and not read yet): "
-            f"{', '.join(sorted(KNOWN_METHODS))}; {_WAY_OUT}"
+            f"{where}: {place} is {type(declared).__name__}, not an object, so how the weights "
+            f"are stored is unknown; {_WAY_OUT}"
         )
+    method = declared.get("quant_method")
+    if isinstance(method, str) and method in _PARSERS:
+        reader = Declared(declared, f"{where}: {place}")
+        return Quantization(method=method, where=where, rules=tuple(_PARSERS[method](reader)))
+    if isinstance(method, str) and method in KNOWN_METHODS:
+        raise UnsupportedFormat(
+            f"{where}: the weights are quantized with {method} ({KNOWN_METHODS[method]}; "
+            f"{_settings(declared)}), which is not read yet; {_WAY_OUT}"
+        )
+    named = f"with {show(method)}" if method else "by a method it does not name"
+    raise UnsupportedFormat(
+        f"{where}: {place} says the weights are quantized {named}; methods that are read: "
+        f"{', '.join(sorted(READ_METHODS))}; {_WAY_OUT}"
+    )
 
 
 def _settings(declared: Mapping[str, Any]) -> str:
     keys = ("bits", "group_size", "sym", "desc_act", "format", "fmt", "weight_block_size")
     shown = [f"{key}={show(declared[key])}" for key in keys if key in declared]
     return ", ".join(shown)[:120] or "no settings given"
+
+
+class Declared:
+    """Typed access to a declaration; what is malformed or not read is an error naming the place."""
+
+    def __init__(self, raw: Mapping[str, Any], where: str) -> None:
+        self.raw, self.where = raw, where
+
+    def fail(self, what: str) -> CheckpointError:
+        return CheckpointError(f"{self.where}: {what}; fetch config.json again")
+
+    def refuse(self, what: str) -> UnsupportedFormat:
+        return UnsupportedFormat(f"{self.where}: {what} is not read; {_WAY_OUT}")
+
+    def first(self, *keys: str) -> Any:
+        return next((self.raw[k] for k in keys if self.raw.get(k) is not None), None)
+
+    def count(self, *keys: str) -> int:
+        value = self.first(*keys)
+        if type(value) is not int:
+            raise self.fail(f"{keys[0]} is {show(value)}, not a number")
+        return value
+
+    def flag(self, key: str, default: bool) -> bool:
+        value = self.raw.get(key)
+        if value is not None and type(value) is not bool:
+            raise self.fail(f"{key} is {show(value)}, not true or false")
+        return default if value is None else value
+
+    def text(self, key: str, default: str) -> str:
+        value = self.raw.get(key)
+        if value is not None and not isinstance(value, str):
+            raise self.fail(f"{key} is {show(value)}, not a text")
+        return default if value is None else value.lower()
+
+    def table(self, key: str) -> Mapping[str, Any]:
+        value = self.raw.get(key)
+        if value is not None and not isinstance(value, Mapping):
+            raise self.fail(f"{key} is {show(value)}, not an object")
+        return value or {}
+
+    def names(self, key: str) -> list[str]:
+        value = self.raw.get(key) or []
+        if not isinstance(value, list) or not all(isinstance(v, str) for v in value):
+            raise self.fail(f"{key} is {show(value)}, not a list of names")
+        return value
+
+    def inner(self, key: str, raw: Any) -> Declared:
+        if not isinstance(raw, Mapping):
+            raise self.fail(f"{key} is {show(raw)}, not an object")
+        return Declared(raw, f"{self.where}.{key}")
+
+    def pattern(self, text: str) -> re.Pattern[str]:
+        try:
+            return re.compile(text)
+        except re.error as error:
+            raise self.fail(f"{show(text)} is not a regular expression ({error})") from None
+
+    def group_size(self, value: int) -> int:
+        """0 for the whole row, which is declared as -1."""
+        if value == -1:
+            return 0
+        if value < 1 or value % _GROUPS[-1]:
+            raise self.refuse(f"group size {value} (kernels have multiples of {_GROUPS[-1]})")
+        return value
+
+    def checked(self, scheme: Scheme) -> Scheme:
+        """Raises UnsupportedFormat if no format holds such weights."""
+        if scheme.bits not in (4, 8):
+            raise self.refuse(f"integers of {scheme.bits} bits")
+        if scheme.bits == 8 and not scheme.symmetric:
+            raise self.refuse("8-bit integers with zero points")
+        return scheme
+
+
+def _anything(module: str) -> bool:
+    return True
+
+
+def _gptq(declared: Declared) -> Iterator[Rule]:
+    """GPTQ as AutoGPTQ and GPTQModel write it; ``dynamic`` is GPTQModel's per-module settings."""
+    layout = declared.text("checkpoint_format", "gptq")
+    if layout not in ("gptq", "gptq_v2") or declared.flag("is_marlin_format", False):
+        raise declared.refuse(f"the GPTQ checkpoint format {show(layout)}")
+    if declared.text("pack_dtype", "int32") != "int32":
+        raise declared.refuse(f"GPTQ packed in {show(declared.raw['pack_dtype'])}")
+    scheme = Scheme(
+        layout="gptq",
+        bits=declared.count("bits"),
+        group_size=declared.group_size(declared.count("group_size")),
+        # Without a word on it the zero points are read: right for either.
+        symmetric=declared.flag("sym", False),
+        zero_bias=1 if layout == "gptq" else 0,
+        act_order=declared.flag("desc_act", False),
+    )
+    for name, raw in declared.table("dynamic").items():
+        override = declared.inner(f"dynamic.{name}", raw)
+        matches = declared.pattern(name.removeprefix("-:").removeprefix("+:")).match
+        if name.startswith("-:"):
+            yield Rule(matches=matches, scheme=None)
+            continue
+        changed = replace(
+            scheme,
+            bits=override.count("bits") if "bits" in raw else scheme.bits,
+            group_size=(
+                override.group_size(override.count("group_size"))
+                if "group_size" in raw
+                else scheme.group_size
+            ),
+            symmetric=override.flag("sym", scheme.symmetric),
+            act_order=override.flag("desc_act", scheme.act_order),
+        )
+        yield Rule(matches=matches, scheme=override.checked(changed))
+    yield Rule(matches=_anything, scheme=declared.checked(scheme))
+
+
+def _awq(declared: Declared) -> Iterator[Rule]:
+    """AWQ as AutoAWQ writes it. Which modules are kept in floating point shows in the tensors."""
+    version = declared.text("version", "gemm")
+    if version != "gemm":
+        raise declared.refuse(f"the AWQ version {show(version)}")
+    bits = declared.count("bits", "w_bit")
+    if bits != 4:
+        raise declared.refuse(f"AWQ with {bits} bits")
+    if not declared.flag("zero_point", True):
+        raise declared.refuse("AWQ without zero points")
+    group = declared.group_size(declared.count("group_size", "q_group_size"))
+    scheme = Scheme(layout="awq", bits=bits, group_size=group, symmetric=False)
+    yield Rule(matches=_anything, scheme=declared.checked(scheme))
+
+
+_COMPRESSED_FORMATS: dict[str, Layout] = {
+    "pack-quantized": "packed",
+    "int-quantized": "plain",
+    "naive-quantized": "plain",
+}
+
+
+def _compressed_tensors(declared: Declared) -> Iterator[Rule]:
+    """compressed-tensors: modules to ignore, then groups of target modules, each with its scheme.
+
+    A module's own name goes before a pattern, and a pattern before the class of the module.
+    """
+    for key in ("sparsity_config", "transform_config"):
+        settings = declared.table(key)
+        empty = settings.get("format") == "dense" or settings.get("config_groups") == {}
+        if settings and not empty:
+            raise declared.refuse(f"compressed-tensors with a {key}")
+    for name in declared.names("ignore"):
+        yield Rule(matches=_target(declared, name)[1], scheme=None)
+    ranked: list[tuple[int, Rule]] = []
+    groups = declared.table("config_groups")
+    if not groups:
+        raise declared.fail("config_groups is missing or empty")
+    for key, raw in groups.items():
+        group = declared.inner(f"config_groups.{key}", raw)
+        if group.raw.get("weights") is None:
+            raise group.refuse("quantization of activations alone")
+        layout = group.text("format", declared.text("format", ""))
+        if layout not in _COMPRESSED_FORMATS:
+            raise group.refuse(f"the compressed-tensors format {show(layout)}")
+        scheme = _weights_scheme(group.inner("weights", raw["weights"]), layout)
+        for name in group.names("targets"):
+            rank, matches = _target(group, name)
+            ranked.append((rank, Rule(matches=matches, scheme=scheme)))
+    yield from (rule for _, rule in sorted(ranked, key=lambda item: item[0]))
+
+
+def _weights_scheme(weights: Declared, layout: str) -> Scheme:
+    kind, bits = weights.text("type", "int"), weights.count("num_bits")
+    if kind != "int":
+        raise weights.refuse(f"the weight type {show(kind)}")
+    if layout != "pack-quantized" and bits != 8:
+        raise weights.refuse(f"{layout} with {bits} bits")
+    size = weights.first("group_size")
+    strategy = weights.text("strategy", "channel" if size in (None, -1) else "group")
+    if strategy not in ("channel", "group"):
+        raise weights.refuse(f"the strategy {show(strategy)}")
+    return weights.checked(
+        Scheme(
+            layout=_COMPRESSED_FORMATS[layout],
+            bits=bits,
+            group_size=(
+                weights.group_size(weights.count("group_size")) if strategy == "group" else 0
+            ),
+            symmetric=weights.flag("symmetric", True),
+            act_order=weights.first("actorder") not in (None, False, "weight", "static"),
+        )
+    )
+
+
+#: class names under which every matrix of a decoder layer goes, and the output projection
+_LINEAR = ("Linear", "LinearBase", "ParallelLMHead")
+_NOT_LINEAR = re.compile(r"(^|\.)(embed_tokens|wte|embeddings?)$")
+
+
+def _target(declared: Declared, name: str) -> tuple[int, Callable[[str], object]]:
+    """(rank, test) of a target or an ignored name: 0 a module, 1 a pattern, 2 a class."""
+    if name.startswith("re:"):
+        return 1, declared.pattern(name.removeprefix("re:")).match
+    if name in _LINEAR:
+        return 2, lambda module: not _NOT_LINEAR.search(module)
+    return 0, lambda module: module == name
+
+
+_PARSERS: dict[str, Callable[[Declared], Iterator[Rule]]] = {
+    "awq": _awq,
+    "compressed-tensors": _compressed_tensors,
+    "gptq": _gptq,
+}

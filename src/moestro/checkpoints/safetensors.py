@@ -21,7 +21,8 @@ from moestro.checkpoints.files import (
     read_json,
     show,
 )
-from moestro.checkpoints.quant_configs import refuse_quantized
+from moestro.checkpoints.quant_configs import read_quantization
+from moestro.checkpoints.quantized import find_weights, refuse_undeclared
 from moestro.checkpoints.table import TensorTable, check_disjoint
 from moestro.core.errors import CheckpointError, UnsupportedFormat
 
@@ -42,7 +43,11 @@ _MAX_DIMS = 64
 
 
 class SafetensorsCheckpoint(TensorTable):
-    """A float Hugging Face checkpoint. ``config`` is config.json, empty when there is none."""
+    """A Hugging Face checkpoint. ``config`` is config.json, empty when there is none.
+
+    A weight that is stored quantized in several tensors has one QuantizedInfo, under the name that
+    the weight has in a float checkpoint; the tensors themselves are there too.
+    """
 
     container = "safetensors"
 
@@ -51,14 +56,15 @@ class SafetensorsCheckpoint(TensorTable):
         """Open a directory, a .safetensors file or a .safetensors.index.json file.
 
         Raises CheckpointError for missing shards and anything corrupt or inconsistent, and
-        UnsupportedFormat for weights that config.json declares quantized.
+        UnsupportedFormat for weights that config.json declares quantized in a way not read.
         """
         directory = path if path.is_dir() else path.parent
         config: dict[str, Any] = {}
+        quantization = None
         config_path = directory / "config.json"
         if os.path.exists(config_path):
             config = read_json(config_path)
-            refuse_quantized(config, str(config_path))
+            quantization = read_quantization(config, str(config_path))
         if path.is_dir():
             # The order of transformers: a whole file is preferred to an index.
             single = path / SINGLE_NAME
@@ -71,6 +77,14 @@ class SafetensorsCheckpoint(TensorTable):
                 infos = _open_shards(target, files)
             else:
                 infos = _open_file(target, files)
+            if quantization is None:
+                refuse_undeclared(infos, str(path))
+            else:
+                infos |= find_weights(
+                    quantization,
+                    infos,
+                    lambda info: files[info.file].read_tensor(info.offset, info.nbytes),
+                )
         except BaseException:
             for file in files.values():
                 file.close()

@@ -34,7 +34,13 @@ def names() -> list[str]:
 
 
 def exact_for(source_type: str) -> Format:
-    """The format that holds a checkpoint tensor type without loss. Raises UnsupportedFormat."""
+    """The format that holds a checkpoint tensor type without loss. Raises UnsupportedFormat.
+
+    Weights that a checkpoint stores as codes, scales and zero points have as their type the name of
+    the format that holds these (``Format.pack_codes``).
+    """
+    if source_type in _FORMATS:
+        return _FORMATS.get(source_type)
     try:
         return _EXACT[source_type]
     except KeyError:

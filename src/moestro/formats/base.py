@@ -51,6 +51,16 @@ class Format(ABC):
     def pack_exact(self, source_type: str, raw: Tensor, rows: int, cols: int) -> Tensor:
         """Repack checkpoint bytes (uint8) of a type in ``exact_from`` without loss -> uint8."""
 
+    def pack_codes(self, codes: Tensor, scales: Tensor, zeros: Tensor | None = None) -> Tensor:
+        """Pack a weight that is quantized already, without loss -> uint8 [nbytes].
+
+        codes: uint8 [N, K]. scales: float32 [N, G], one per ``group(K)`` input channels. zeros:
+        uint8 [N, G], for formats with zero points and only for them. The value is
+        ``scale * (code - zero)``. Raises UnsupportedFormat for a format without codes and for
+        scales that it cannot hold exactly, CheckpointError for scales that are not finite.
+        """
+        raise UnsupportedFormat(f"format {self.name} does not hold integer codes with scales")
+
     @abstractmethod
     def unpack(self, data: Tensor, rows: int, cols: int) -> Tensor:
         """Reference decode -> float32 [rows, cols]."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import numpy as np
 from torch import Tensor
 
+from moestro.core.errors import UnsupportedFormat
 from moestro.formats.base import LANES
 from moestro.formats.search import (
     fit_affine,
@@ -21,6 +22,7 @@ from moestro.formats.tiles import (
     BLOCK,
     Bytes,
     Floats,
+    Halves,
     TiledFormat,
     assemble,
     byte_codes,
@@ -92,6 +94,8 @@ class Int4Format(_Int4Base):
 
     prefix = "int4"
     header = _F16_LANES
+    code_max = 15
+    code_middle = 8
 
     def __init__(self, group_size: int) -> None:
         super().__init__(group_size)
@@ -103,6 +107,9 @@ class Int4Format(_Int4Base):
         scale = fit_symmetric(grouped, w, lo=-8, hi=7, levels=levels)
         codes = round_codes(grouped, scale, -8, 7).add_(8)
         return assemble([f16_bytes(halves(scale))], _nibble_lanes(codes))
+
+    def code_rows(self, codes: Bytes, scale: Halves, zeros: Bytes | None) -> Bytes:
+        return assemble([f16_bytes(scale)], quads_to_lanes(pair_nibbles(codes)))
 
     def repack_rows(self, source_type: str, raw: Bytes) -> Bytes:
         blocks = raw.reshape(raw.shape[0], -1, 18)  # Q4_0: float16 d, 16 bytes of nibble pairs
@@ -120,6 +127,7 @@ class Int4ZeroFormat(_Int4Base):
 
     prefix = "int4z"
     header = _F16_LANES + LANES
+    code_max = 15
 
     def pack_rows(self, x: Tensor, importance: Tensor | None) -> Bytes:
         grouped, w = self._grouped(x, importance)
@@ -130,6 +138,12 @@ class Int4ZeroFormat(_Int4Base):
             lane_bytes(byte_codes(zero.squeeze(-1)), 1),
         ]
         return assemble(headers, _nibble_lanes(codes))
+
+    def code_rows(self, codes: Bytes, scale: Halves, zeros: Bytes | None) -> Bytes:
+        if zeros is None:
+            raise UnsupportedFormat(f"format {self.name} needs zero points")
+        headers = [f16_bytes(scale), lane_bytes(zeros, 1)]
+        return assemble(headers, quads_to_lanes(pair_nibbles(codes)))
 
     def unpack_rows(self, tiles: Bytes) -> Floats:
         scale = f16_values(tiles[:, :, :_F16_LANES])

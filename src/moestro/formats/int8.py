@@ -32,6 +32,9 @@ _LEVELS = tuple(float(-n) for n in range(128, 120, -1))
 class Int8Format(TiledFormat):
     """Tile: 16 float16 scales, then per 32 channels 512 B, byte ``(k//4)*64 + c*4 + k%4``."""
 
+    code_max = 255
+    code_middle = 128
+
     def __init__(self, group_size: int) -> None:
         self.name = f"int8-g{group_size}" if group_size else "int8-row"
         self.group_size = group_size
@@ -56,6 +59,9 @@ class Int8Format(TiledFormat):
         blocks = raw.reshape(raw.shape[0], -1, 34)  # Q8_0: float16 d, 32 signed bytes
         scale = finite_f16(blocks[:, :, :2], "Q8_0 scale")
         return self._tiles(scale, blocks[:, :, 2:] ^ np.uint8(128))
+
+    def code_rows(self, codes: Bytes, scale: Halves, zeros: Bytes | None) -> Bytes:
+        return self._tiles(scale, codes.reshape(codes.shape[0], -1, BLOCK))
 
     def unpack_rows(self, tiles: Bytes) -> Floats:
         scale = f16_values(tiles[:, :, :_HEADER])

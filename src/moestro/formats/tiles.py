@@ -13,13 +13,14 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from moestro.core.errors import CheckpointError
+from moestro.core.errors import CheckpointError, UnsupportedFormat
 from moestro.formats.base import LANES, Format, require_finite, round_up
 
 #: channels in one code block of every integer format
@@ -28,6 +29,7 @@ BLOCK = 32
 Bytes = npt.NDArray[np.uint8]
 Halves = npt.NDArray[np.float16]
 Floats = npt.NDArray[np.float32]
+Scalars = TypeVar("Scalars", Bytes, Halves)
 
 # Elements searched at a time: just below where torch begins to use several threads for one
 # operation (at::internal::GRAIN_SIZE).
@@ -42,6 +44,9 @@ class TiledFormat(Format):
     #: pad columns with the row's last value instead of zero, and give them no weight: for formats
     #: with a minimum, whose range would otherwise be widened to reach a zero nobody reads
     pads_with_last = False
+    #: of integer formats: the largest code, and the code that means zero where no zero points are
+    code_max = 0
+    code_middle: int | None = None
 
     @abstractmethod
     def pack_rows(self, x: Tensor, importance: Tensor | None) -> Bytes:
@@ -93,6 +98,56 @@ class TiledFormat(Format):
             tiles = self.repack_rows(source_type, _pad_rows(source[start:stop]))
             out[start // LANES : start // LANES + tiles.shape[0]] = tiles
         return torch.from_numpy(out).view(-1)
+
+    def code_rows(self, codes: Bytes, scale: Halves, zeros: Bytes | None) -> Bytes:
+        """Codes uint8 [N, K] (padded), float16 [N, G], zero points uint8 [N, G] -> [B, G, tile]."""
+        raise UnsupportedFormat(f"format {self.name} does not hold integer codes with scales")
+
+    def pack_codes(self, codes: Tensor, scales: Tensor, zeros: Tensor | None = None) -> Tensor:
+        rows, cols = codes.shape
+        group, padded = self.group(cols), self.padded_cols(cols)
+        per_row = (rows, padded // group)
+        self._check_codes(codes, scales, zeros, per_row)
+        half = half_scales(scales.numpy(), self.name)
+        out = self._empty(rows, cols)
+        for start, stop in _row_chunks(rows, padded):
+            if zeros is None:
+                points = np.full((stop - start, per_row[1]), self.code_middle or 0, np.uint8)
+            else:
+                points = zeros[start:stop].numpy()
+            chunk = np.repeat(points, group, axis=1)  # padding is the code of zero
+            chunk[:, :cols] = codes[start:stop].numpy()
+            tiles = self.code_rows(
+                _pad_rows(chunk),
+                _pad_rows(half[start:stop]),
+                None if zeros is None else _pad_rows(points),
+            )
+            out[start // LANES : start // LANES + tiles.shape[0]] = tiles
+        return torch.from_numpy(out).view(-1)
+
+    def _check_codes(
+        self, codes: Tensor, scales: Tensor, zeros: Tensor | None, per_row: tuple[int, int]
+    ) -> None:
+        if not self.code_max:
+            raise UnsupportedFormat(f"format {self.name} does not hold integer codes with scales")
+        wanted = [("codes", codes, torch.uint8, tuple(codes.shape))]
+        wanted.append(("scales", scales, torch.float32, per_row))
+        if zeros is not None:
+            wanted.append(("zero points", zeros, torch.uint8, per_row))
+        for what, values, dtype, shape in wanted:
+            if values.dtype != dtype or tuple(values.shape) != shape:
+                raise CheckpointError(
+                    f"format {self.name} needs {what} {dtype} {list(shape)}, got {values.dtype} "
+                    f"{list(values.shape)}"
+                )
+        if (zeros is None) != (self.code_middle is not None):
+            has = "has no" if zeros is not None else "needs"
+            raise UnsupportedFormat(f"format {self.name} {has} zero points")
+        highest = max(int(v.numpy().max(initial=0)) for v in (codes, zeros) if v is not None)
+        if highest > self.code_max:
+            raise CheckpointError(
+                f"format {self.name} has codes and zero points 0 to {self.code_max}, got {highest}"
+            )
 
     def unpack(self, data: Tensor, rows: int, cols: int) -> Tensor:
         if data.dtype != torch.uint8 or data.numel() != self.nbytes(rows, cols):
@@ -164,7 +219,7 @@ def _cells(rows: int, padded_cols: int, group: int) -> Iterator[tuple[int, int, 
             yield start, min(start + height, rows), left, min(left + width, padded_cols)
 
 
-def _pad_rows(source: Bytes) -> Bytes:
+def _pad_rows(source: Scalars) -> Scalars:
     extra = -source.shape[0] % LANES
     return np.pad(source, ((0, extra), (0, 0))) if extra else source
 
@@ -241,6 +296,25 @@ def finite_f16(raw: Bytes, name: str) -> Halves:
     if bad:
         raise CheckpointError(f"{name}: {bad} of {values.size} weights are not finite")
     return values
+
+
+def half_scales(scales: Floats, format_name: str) -> Halves:
+    """float32 [...] -> float16 of the same values.
+
+    Raises CheckpointError for NaN or infinity, UnsupportedFormat for what float16 cannot hold.
+    """
+    if not np.isfinite(scales).all():
+        raise CheckpointError("some scales are not finite")
+    with np.errstate(over="ignore"):
+        half = scales.astype(np.float16)
+    inexact = half.astype(np.float32) != scales
+    if inexact.any():
+        raise UnsupportedFormat(
+            f"{int(inexact.sum())} of {scales.size} scales (such as {scales[inexact][0]:.6g}) are "
+            f"not float16 numbers, which format {format_name} has for scales; accept the rounding "
+            f"by naming a format: moestro convert MODEL OUT --format {format_name}"
+        )
+    return half
 
 
 def halves(scale: Tensor) -> Halves:

@@ -15,14 +15,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moestro import formats
-from moestro.checkpoints.base import Checkpoint, TensorInfo
+from moestro.checkpoints.base import Checkpoint
+from moestro.checkpoints.quant_codes import read_codes
+from moestro.checkpoints.quantized import QuantizedInfo
 from moestro.core import env
 from moestro.core.errors import CheckpointError, UnsupportedFormat
 from moestro.formats.base import LANES, Format, require_finite
 from moestro.machine import facts
 from moestro.memory.expert_bank import PROJECTION_NAMES
-from moestro.memory.sources import FLOAT_TYPES, ExpertsSource, Part, Source
+from moestro.memory.sources import ExpertsSource, Part, Source
+from moestro.memory.stored_rows import CodedRows, RawRows, StoredRows, to_float
 
 # Weights that one thread packs at a time: 1 MiB as float32.
 _SLAB_ELEMENTS = 1 << 18
@@ -72,7 +74,7 @@ class Packer:
         """float32 of the spec's shape. Raises CheckpointError for non-finite values."""
         info = source.info
         raw = self._unpermute(self.checkpoint.read(info.name), source)
-        values = _to_float(info.dtype, raw, 1, math.prod(info.shape))
+        values = to_float(info.dtype, raw, 1, math.prod(info.shape))
         require_finite(values, f"{self.checkpoint.path}: {info.name}")
         return values.reshape(source.spec.shape).contiguous()
 
@@ -80,10 +82,15 @@ class Packer:
         """Packed uint8 bytes of a matrix."""
         if source.format is None:
             raise ValueError(f"{source.spec.key} is a vector")
-        raw = self._unpermute(self.checkpoint.read(source.info.name), source)
+        info, shape = source.info, (source.rows, source.cols)
+        rows: StoredRows
+        if isinstance(info, QuantizedInfo):
+            rows = CodedRows(info.dtype, read_codes(self.checkpoint, info), named=source.named)
+        else:
+            raw = self._unpermute(self.checkpoint.read(info.name), source)
+            rows = RawRows(info.dtype, raw, *shape)
         importance = self.importance.get(source.spec.key)
-        shape = (source.rows, source.cols)
-        return self._pack(source.format, source.info, raw, shape, importance, errors)
+        return self._pack(source.format, info.name, rows, shape, importance, errors)
 
     def expert(
         self, source: ExpertsSource, index: int, errors: ErrorSum | None = None
@@ -93,41 +100,43 @@ class Packer:
         packed = []
         for name, part in zip(PROJECTION_NAMES, source.parts, strict=True):
             info = part.infos[0] if part.stacked else part.infos[index]
-            if info.name not in shared:
-                rows = (index, index + 1) if part.stacked else None
-                shared[info.name] = self.checkpoint.read(info.name, rows)
-            raw = _fused_rows(shared[info.name], part)
+            shape = (part.rows, part.cols)
+            rows: StoredRows
+            if isinstance(info, QuantizedInfo):
+                rows = CodedRows(info.dtype, read_codes(self.checkpoint, info), named=part.named)
+            else:
+                if info.name not in shared:
+                    one = (index, index + 1) if part.stacked else None
+                    shared[info.name] = self.checkpoint.read(info.name, one)
+                rows = RawRows(info.dtype, _fused_rows(shared[info.name], part), *shape)
             importance = self.importance.get(f"{source.spec.key}.{name}")
             if importance is not None and importance.dim() == 2:
                 importance = importance[index]
-            shape = (part.rows, part.cols)
-            packed.append(self._pack(part.format, info, raw, shape, importance, errors))
+            packed.append(self._pack(part.format, info.name, rows, shape, importance, errors))
         return packed
 
     def _pack(
         self,
         format_: Format,
-        info: TensorInfo,
-        raw: Tensor,
+        name: str,
+        source: StoredRows,
         shape: tuple[int, int],
         importance: Tensor | None,
         errors: ErrorSum | None,
     ) -> Tensor:
         """Slab by slab of rows on all cores, so that no float copy of a big matrix exists."""
         rows, cols = shape
-        exact = info.dtype in format_.exact_from
+        exact = source.exact(format_)
         out = torch.empty(format_.nbytes(rows, cols), dtype=torch.uint8)
-        source = raw.view(rows, -1)
         block_nbytes = format_.nbytes(LANES, cols)
         step = max(LANES, _SLAB_ELEMENTS // max(cols, 1) // LANES * LANES)
 
         def pack_slab(start: int) -> ErrorSum:
-            slab = source[start : start + step].reshape(-1)
-            count = min(step, rows - start)
+            stop = min(start + step, rows)
             if exact:
-                packed, lost = format_.pack_exact(info.dtype, slab, count, cols), ErrorSum()
+                packed, lost = source.pack(format_, start, stop), ErrorSum()
             else:
-                values = _to_float(info.dtype, slab, count, cols)
+                values = source.floats(start, stop)
                 packed = format_.pack(values, importance=importance)
                 lost = self._loss(format_, packed, values)
             at = start // LANES * block_nbytes
@@ -137,7 +146,7 @@ class Packer:
         try:
             losses = list(self._pool.map(pack_slab, range(0, rows, step)))
         except (CheckpointError, UnsupportedFormat) as error:
-            raise type(error)(f"{self.checkpoint.path}: {info.name}: {error}") from error
+            raise type(error)(f"{self.checkpoint.path}: {name}: {error}") from error
         if errors is not None:
             errors.error += sum(lost.error for lost in losses)
             errors.norm += sum(lost.norm for lost in losses)
@@ -177,20 +186,3 @@ def _fused_rows(raw: Tensor, part: Part) -> Tensor:
     index, count = part.fused
     size = raw.numel() // count
     return raw[index * size : (index + 1) * size]
-
-
-def _to_float(dtype: str, raw: Tensor, rows: int, cols: int) -> Tensor:
-    """Checkpoint bytes -> float32 [rows, cols]; quantized types by their exact format.
-
-    By numpy, because torch would start threads of its own in each of ours.
-    """
-    if dtype not in FLOAT_TYPES:
-        exact = formats.exact_for(dtype)
-        return exact.unpack(exact.pack_exact(dtype, raw, rows, cols), rows, cols)
-    data = raw.contiguous().numpy()
-    if dtype == "BF16":  # the upper half of a float32
-        wide = (data.view(np.uint16).astype(np.uint32) << np.uint32(16)).view(np.float32)
-    else:
-        with np.errstate(over="ignore"):  # a float64 beyond float32 becomes infinite: refused later
-            wide = data.view(f"f{FLOAT_TYPES[dtype]}").astype(np.float32)
-    return torch.from_numpy(wide).view(rows, cols)

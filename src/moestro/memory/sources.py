@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from moestro import formats
 from moestro.checkpoints.base import Checkpoint, TensorInfo
+from moestro.checkpoints.quantized import QuantizedInfo
 from moestro.core.errors import CheckpointError, UnsupportedFormat
 from moestro.formats.base import Format
 from moestro.memory.expert_bank import PROJECTION_NAMES, BlobLayout
@@ -24,11 +25,15 @@ _SHOWN = 8  # missing names listed in a message
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """A vector or matrix that was found. ``format`` is None for vectors, which become float32."""
+    """A vector or matrix that was found. ``format`` is None for vectors, which become float32.
+
+    named: the policy names the format, so that something may be lost; else it holds all.
+    """
 
     spec: WeightSpec
     info: TensorInfo
     format: Format | None
+    named: bool = False
 
     @property
     def rows(self) -> int:
@@ -40,7 +45,7 @@ class Source:
 
     @property
     def source_nbytes(self) -> int:
-        return self.info.nbytes
+        return self.info.stored_nbytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +53,7 @@ class Part:
     """One projection of all experts: E tensors, or one stacked tensor (then len(infos) is 1).
 
     ``fused``: (index, count) of this projection among those side by side in each expert's rows.
+    ``named``: as in Source.
     """
 
     infos: tuple[TensorInfo, ...]
@@ -55,6 +61,7 @@ class Part:
     cols: int
     format: Format
     fused: tuple[int, int] = (0, 1)
+    named: bool = False
 
     @property
     def stacked(self) -> bool:
@@ -78,7 +85,7 @@ class ExpertsSource:
 
     @property
     def source_nbytes(self) -> int:
-        unique = {info.name: info.nbytes for part in self.parts for info in part.infos}
+        unique = {info.name: info.stored_nbytes for part in self.parts for info in part.infos}
         return sum(unique.values())
 
 
@@ -123,10 +130,15 @@ class _Finder:
             return None
         info = self.checkpoint.info(name)
         self._require_shape(info, spec.shape)
-        format_ = self._format(spec.key, spec.role, info) if spec.kind == "matrix" else None
-        if format_ is None:
+        if spec.kind == "vector":
             self._require_readable(info)
-        return Source(spec=spec, info=info, format=format_)
+            return Source(spec=spec, info=info, format=None)
+        return Source(
+            spec=spec,
+            info=info,
+            format=self._format(spec.key, spec.role, info),
+            named=self._named(spec.key, spec.role, info),
+        )
 
     def _experts(self, spec: WeightSpec) -> ExpertsSource | None:
         if spec.expert_sources is None:
@@ -216,7 +228,17 @@ class _Finder:
                 f"format; name it on purpose, for example --format experts=NAME"
             )
         format_ = self._format(key, spec.role, infos[0])
-        return Part(infos=infos, rows=rows, cols=cols, format=format_, fused=fused)
+        return Part(
+            infos=infos,
+            rows=rows,
+            cols=cols,
+            format=format_,
+            fused=fused,
+            named=self._named(key, spec.role, infos[0]),
+        )
+
+    def _named(self, key: str, role: str, info: TensorInfo) -> bool:
+        return self.policy.name_for(key, role, info.dtype) is not None
 
     def _format(self, key: str, role: str, info: TensorInfo) -> Format:
         self._require_readable(info)
@@ -234,8 +256,11 @@ class _Finder:
             raise UnsupportedFormat(f"{self.checkpoint.path}: {info.name}: {error}") from error
 
     def _require_shape(self, info: TensorInfo, shape: tuple[int, ...]) -> None:
+        if info.shape == shape or (len(shape) == 3 and shape[0] == 1 and info.shape == shape[1:]):
+            return
         # Axes of length one are kept by some converters and dropped by others.
-        if [n for n in info.shape if n != 1] == [n for n in shape if n != 1]:
+        loose = not isinstance(info, QuantizedInfo)
+        if loose and [n for n in info.shape if n != 1] == [n for n in shape if n != 1]:
             return
         counts = ""
         if len(shape) == 3 and len(info.shape) == 3 and info.shape[0] != shape[0]:

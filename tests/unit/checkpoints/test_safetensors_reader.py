@@ -233,13 +233,10 @@ def test_malformed_index(tmp_path: Path, index: dict[str, Any], message: str) ->
 @pytest.mark.parametrize(
     ("method", "message"),
     [
-        ("gptq", r"quantized with gptq \(GPTQ packed integers; bits=4, group_size=128\)"),
-        ("fp8", "quantized with fp8"),
-        ("awq", "quantized with awq"),
-        ("compressed-tensors", "quantized with compressed-tensors"),
+        ("fp8", r"with fp8 \(8-bit floats with block scales; bits=4, group_size=128\)"),
         ("mxfp4", "quantized with mxfp4"),
         ("bitsandbytes", "quantized with bitsandbytes"),
-        ("quark", "quantized with 'quark'; known"),
+        ("quark", "quantized with 'quark'; methods that are read: awq, compressed-tensors, gptq"),
         (None, "by a method it does not name"),
         (["x"], r"quantized with \['x'\]"),
     ],

@@ -1,0 +1,189 @@
+"""Reads the codes, scales and zero points of a quantized weight, in one form for all methods.
+
+Sources of the layouts, low bits first in every 32-bit word:
+
+gptq    ``qweight[i, n]`` holds input channels of output channel n: ``i * per_word + j`` at bit
+        ``bits * j``; ``qzeros[g, m]`` likewise output channels. Version 1 stores zero points minus
+        one, modulo 2^bits (AutoGPTQ, ``QuantLinear.pack``).
+awq     ``qweight[k, m]`` and ``qzeros[g, m]`` hold output channels ``8 * m + ORDER[j]`` at bit 4j
+        (AutoAWQ, ``WQLinear_GEMM.from_linear``).
+packed  ``weight_packed[n, i]`` as gptq but along the rows; codes and zero points are signed and
+        stored plus 2^(bits-1); zero points lie in words along the output channels
+        (compressed-tensors, ``pack_to_int32``).
+plain   signed bytes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from moestro.checkpoints.base import Checkpoint, TensorInfo
+from moestro.checkpoints.quantized import QuantizedInfo, require_ascending_groups
+from moestro.core.errors import CheckpointError
+
+_Bytes = npt.NDArray[np.uint8]
+_Floats = npt.NDArray[np.float32]
+
+#: output channel of each nibble of a word in AWQ's order
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Codes:
+    """A weight [N, K] with value ``scale * (code - zero)``.
+
+    codes: uint8 [N, K]. scales: float32 [N, G]. zeros: uint8 [N, G], or None if all of them are
+    ``middle``. group: input channels per scale, at least K if G is 1.
+    """
+
+    codes: Tensor
+    scales: Tensor
+    zeros: Tensor | None
+    middle: int
+    group: int
+
+    @property
+    def scales_are_halves(self) -> bool:
+        """Every scale is a float16 number."""
+        scales = self.scales.numpy()
+        with np.errstate(over="ignore"):
+            return bool(np.array_equal(scales.astype(np.float16).astype(np.float32), scales))
+
+    def floats(self, start: int, stop: int) -> Tensor:
+        """float32 values of output channels [start, stop), rounded once each."""
+        codes = self.codes[start:stop].numpy().astype(np.float32)
+        group = np.arange(codes.shape[1]) // self.group
+        scales = self.scales[start:stop].numpy()[:, group]
+        if self.zeros is None:
+            return torch.from_numpy((codes - np.float32(self.middle)) * scales)
+        zeros = self.zeros[start:stop].numpy().astype(np.float32)[:, group]
+        return torch.from_numpy((codes - zeros) * scales)
+
+
+def read_codes(checkpoint: Checkpoint, info: QuantizedInfo) -> Codes:
+    """Read a quantized weight whole.
+
+    Groups are those of the weight format: where the stored ones are wider, scales and zero points
+    are repeated. Raises CheckpointError for tensors that contradict each other, UnsupportedFormat
+    for channels that are not in the order of their groups.
+    """
+    return _Reader(checkpoint, info).codes()
+
+
+class _Reader:
+    def __init__(self, checkpoint: Checkpoint, info: QuantizedInfo) -> None:
+        self.checkpoint, self.info, self.scheme = checkpoint, info, info.scheme
+        self.middle = 1 << (self.scheme.bits - 1)
+
+    def codes(self) -> Codes:
+        require_ascending_groups(self.info, self._read)
+        cols, stored = self.info.shape[1], self.scheme.group_size
+        group = self.scheme.kernel_group or cols
+        # Column g of the format is part of column g * group // stored of the checkpoint.
+        columns = np.arange(-(-cols // group)) * group // (stored or cols)
+        zeros = self._zeros()
+        return Codes(
+            codes=torch.from_numpy(np.ascontiguousarray(self._codes())),
+            scales=torch.from_numpy(np.ascontiguousarray(self._scales()[:, columns])),
+            zeros=None if zeros is None else torch.from_numpy(zeros[:, columns]),
+            middle=self.middle,
+            group=group,
+        )
+
+    def _read(self, part: TensorInfo) -> Tensor:
+        return self.checkpoint.read(part.name)
+
+    def _words(self, part: str) -> _Bytes:
+        """The bytes of a matrix of 32-bit words: [rows, words, 4]."""
+        info = self.info.parts[part]
+        return self._read(info).numpy().reshape(*info.shape, 4)
+
+    def _unpack(self, words: _Bytes) -> _Bytes:
+        """Words [rows, words, 4 bytes] -> codes [rows, codes], low bits first."""
+        if self.scheme.bits == 8:
+            return words.reshape(words.shape[0], -1)
+        codes = np.stack([words & 15, words >> 4], axis=-1)
+        return codes.reshape(words.shape[0], -1)
+
+    def _codes(self) -> _Bytes:
+        """uint8 [N, K]."""
+        layout, cols = self.scheme.layout, self.info.shape[1]
+        if layout == "gptq":
+            return self._unpack(self._words("qweight").transpose(1, 0, 2))
+        if layout == "awq":
+            return self._unpack_awq("qweight")
+        if layout == "packed":
+            return self._unpack(self._words("weight_packed"))[:, :cols]
+        codes = self._read(self.info.parts["weight"]).numpy().reshape(self.info.shape)
+        return codes ^ np.uint8(128)
+
+    def _unpack_awq(self, part: str) -> _Bytes:
+        """Words [x, N / 8] in AWQ's order -> [N, x]."""
+        mixed = self._unpack(self._words(part)).reshape(-1, len(AWQ_ORDER))
+        codes = np.empty_like(mixed)
+        codes[:, AWQ_ORDER] = mixed
+        return codes.reshape(-1, self.info.shape[0]).T
+
+    def _scales(self) -> _Floats:
+        """float32 [N, G]."""
+        info = self.info.parts.get("scales") or self.info.parts["weight_scale"]
+        raw = self._read(info).numpy()
+        if info.dtype == "BF16":  # the upper half of a float32
+            values = (raw.view(np.uint16).astype(np.uint32) << np.uint32(16)).view(np.float32)
+        else:
+            values = raw.view(np.float16 if info.dtype == "F16" else np.float32)
+        values = values.astype(np.float32)
+        bad = int(np.count_nonzero(~np.isfinite(values)))
+        if bad:
+            raise CheckpointError(f"{info.name}: {bad} of {values.size} scales are not finite")
+        if info.name.endswith(".scales"):
+            return values.reshape(self.info.groups, -1).T
+        return values.reshape(-1, self.info.groups)
+
+    def _zeros(self) -> _Bytes | None:
+        """uint8 [N, G], or None if the weight is symmetric, which the tensor must not deny."""
+        name = next((p for p in ("qzeros", "weight_zero_point") if p in self.info.parts), None)
+        if name is None:
+            return None
+        stored = self._stored_zeros(name)
+        if self.scheme.layout in ("gptq", "awq"):
+            mask = np.uint8((1 << self.scheme.bits) - 1)
+            zeros = (stored + np.uint8(self.scheme.zero_bias)) & mask
+        else:
+            zeros = stored
+        if not self.scheme.symmetric:
+            return zeros
+        # Symmetric checkpoints carry the middle as either version stores it, or nothing but zeros.
+        allowed = {self.middle}
+        if self.scheme.layout == "gptq":
+            allowed |= {self.middle - 1, 0}
+        if len(set(np.unique(stored).tolist())) > 1 or int(stored.flat[0]) not in allowed:
+            raise CheckpointError(
+                f"{self.info.parts[name].name} holds zero points other than the middle of the "
+                f"codes, but the weight is declared symmetric ({self.scheme}); config and weights "
+                "do not belong together"
+            )
+        return None
+
+    def _stored_zeros(self, name: str) -> _Bytes:
+        """uint8 [N, G] as stored, signed ones plus the middle."""
+        rows, groups = self.info.shape[0], self.info.groups
+        if self.scheme.layout == "gptq":
+            return self._unpack(self._words(name)).T
+        if self.scheme.layout == "awq":
+            return self._unpack_awq(name)
+        if self.info.parts[name].dtype == "I32":
+            return self._unpack(self._words(name).transpose(1, 0, 2)).T[:rows]
+        signed = self._read(self.info.parts[name]).numpy().view(np.int8).reshape(rows, groups)
+        zeros = signed.astype(np.int16) + self.middle
+        if zeros.min() < 0 or zeros.max() >= 2 * self.middle:
+            raise CheckpointError(
+                f"{self.info.parts[name].name} holds zero points {signed.min()} to {signed.max()}, "
+                f"which {self.scheme.bits} bits do not have; the checkpoint is corrupt"
+            )
+        return zeros.astype(np.uint8)

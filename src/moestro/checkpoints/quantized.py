@@ -1,0 +1,267 @@
+"""Finds the weights that a quantized safetensors checkpoint stores in several tensors each.
+
+``X.qweight``, ``X.scales``, ... become one QuantizedInfo under the name ``X.weight``, which is what
+models ask for. All that headers tell is checked here against what config.json declares: a tensor
+that is missing, of another type, or of a shape that contradicts bits, group size or the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+from torch import Tensor
+
+from moestro.checkpoints.base import TensorInfo
+from moestro.checkpoints.files import show
+from moestro.checkpoints.quant_configs import Quantization, Scheme
+from moestro.core.errors import CheckpointError, UnsupportedFormat
+
+WORD_BITS = 32
+SCALE_TYPES = ("F16", "BF16", "F32")
+_FLOATS = (*SCALE_TYPES, "F64")
+
+#: tensors of a module by layout: that of the codes first, then what is required, then what may be
+_PARTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "gptq": (("qweight", "scales"), ("qzeros", "g_idx")),
+    "awq": (("qweight", "scales", "qzeros"), ()),
+    "packed": (
+        ("weight_packed", "weight_scale", "weight_shape"),
+        ("weight_zero_point", "weight_g_idx"),
+    ),
+    "plain": (("weight", "weight_scale"), ("weight_zero_point", "weight_g_idx")),
+}
+#: names that only modules with packed codes have
+_PACKED = {"qweight", "weight_packed"}
+#: names that mean a module has codes
+_COMPANIONS = {"qzeros", "scales", "weight_scale", "weight_zero_point", "weight_shape"}
+
+Read = Callable[[TensorInfo], Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuantizedInfo(TensorInfo):
+    """A weight [N, K] that is stored as codes, scales and more.
+
+    dtype: the name of the weight format that holds it without loss. file, offset and nbytes: of
+    the codes. parts: the stored tensors by the last part of their name.
+    """
+
+    scheme: Scheme
+    parts: Mapping[str, TensorInfo] = field(repr=False)
+
+    @property
+    def stored_nbytes(self) -> int:
+        return sum(part.nbytes for part in self.parts.values())
+
+    @property
+    def groups(self) -> int:
+        """Scales per output channel."""
+        size = self.scheme.group_size
+        return -(-self.shape[1] // size) if size else 1
+
+
+def find_weights(
+    quantization: Quantization, infos: Mapping[str, TensorInfo], read: Read
+) -> dict[str, QuantizedInfo]:
+    """All weights that are stored as codes, by the name of the weight, ``X.weight``.
+
+    ``read`` gives a stored tensor's bytes; only shapes (16 bytes each) and the first assignment of
+    channels to groups are read. Raises CheckpointError for tensors that are missing or contradict
+    the declaration, UnsupportedFormat for what no format holds.
+    """
+    found: dict[str, QuantizedInfo] = {}
+    checked_order = False
+    for name, info in infos.items():
+        module, _, part = name.rpartition(".")
+        if part in _COMPANIONS:
+            _require_codes(quantization, module, part, infos)
+        if part not in _PACKED and not (part == "weight" and info.dtype in ("I8", "U8", "I32")):
+            continue
+        scheme = _scheme(quantization, module, part, name)
+        if part in _PACKED and f"{module}.weight" in infos:
+            raise CheckpointError(
+                f"{quantization.where}: {name} and {module}.weight are both there; which of them "
+                "the model was made with is unknown, fetch the checkpoint again"
+            )
+        weight = _Module(module, scheme, infos, read).weight()
+        found[weight.name] = weight
+        if scheme.act_order and not checked_order:
+            require_ascending_groups(weight, read)
+            checked_order = True
+    return found
+
+
+def refuse_undeclared(infos: Mapping[str, TensorInfo], where: str) -> None:
+    """Raise UnsupportedFormat for tensors of packed codes that no configuration explains."""
+    for name in infos:
+        if name.rpartition(".")[2] in _PACKED:
+            raise UnsupportedFormat(
+                f"{where}: {name} holds packed integers, but no config.json beside it has a "
+                "quantization_config that says how; fetch the config.json of these weights"
+            )
+
+
+def require_ascending_groups(info: QuantizedInfo, read: Read) -> None:
+    """Read a weight's assignment of input channels to groups, if it has one, and require channel k
+    to be in group k // group_size.
+
+    Raises UnsupportedFormat for another order (activation order), CheckpointError for groups that
+    do not exist.
+    """
+    part = info.parts.get("g_idx") or info.parts.get("weight_g_idx")
+    if part is None:
+        return
+    values = read(part).numpy().view(np.int32)
+    size = info.scheme.group_size or info.shape[1]
+    if np.array_equal(values, np.arange(info.shape[1]) // size):
+        return
+    if part.name.endswith("weight_g_idx") and (values == -1).all():  # the initial value: not used
+        return
+    if values.min() < 0 or values.max() >= info.groups:
+        raise CheckpointError(
+            f"{part.name} assigns channels to groups {values.min()} to {values.max()}, but there "
+            f"are {info.groups}; the checkpoint is corrupt"
+        )
+    raise UnsupportedFormat(
+        f"{part.name} assigns input channels to groups in another order than ascending (desc_act, "
+        "activation order), which is not read yet; open a checkpoint quantized with desc_act=false "
+        "or actorder=static, or the float checkpoint it was made from"
+    )
+
+
+def _require_codes(
+    quantization: Quantization, module: str, part: str, infos: Mapping[str, TensorInfo]
+) -> None:
+    plain = infos.get(f"{module}.weight")
+    if any(f"{module}.{codes}" in infos for codes in _PACKED):
+        return
+    if plain is None or plain.dtype in _FLOATS:
+        beside = f"{module}.weight is {plain.dtype}" if plain else "there are none"
+        raise CheckpointError(
+            f"{quantization.where}: {module}.{part} belongs to integer codes, but {beside}; the "
+            "checkpoint is incomplete"
+        )
+
+
+def _scheme(quantization: Quantization, module: str, part: str, name: str) -> Scheme:
+    scheme = quantization.scheme(module)
+    if scheme is None:
+        raise CheckpointError(
+            f"{quantization.where}: {name} holds integers, but {module} is declared to be in "
+            "floating point; config and weights do not belong together"
+        )
+    codes = _PARTS[scheme.layout][0][0]
+    if codes != part:
+        raise CheckpointError(
+            f"{quantization.where}: {quantization.method} ({scheme}) stores {module}.{codes}, but "
+            f"{name} is there; config and weights do not belong together"
+        )
+    return scheme
+
+
+class _Module:
+    """The tensors of one module, held against its scheme."""
+
+    def __init__(
+        self, name: str, scheme: Scheme, infos: Mapping[str, TensorInfo], read: Read
+    ) -> None:
+        self.name, self.scheme, self._read = name, scheme, read
+        required, optional = _PARTS[scheme.layout]
+        if not scheme.symmetric:
+            required += tuple(p for p in optional if p in ("qzeros", "weight_zero_point"))
+        if scheme.act_order:
+            required += tuple(p for p in optional if p.endswith("g_idx"))
+        for part in required:
+            if f"{name}.{part}" not in infos:
+                raise CheckpointError(
+                    f"{name}.{part} is missing, which weights of {scheme} need beside "
+                    f"{name}.{required[0]}; the checkpoint is incomplete"
+                )
+        names = (*required, *(p for p in optional if p not in required))
+        self.parts = {p: infos[f"{name}.{p}"] for p in names if f"{name}.{p}" in infos}
+        self.codes = self.parts[required[0]]
+
+    def weight(self) -> QuantizedInfo:
+        if len(self.codes.shape) != 2:
+            raise self._fail(self.codes, "a matrix")
+        shape = self._shape()
+        weight = QuantizedInfo(
+            name=f"{self.name}.weight",
+            shape=shape,
+            dtype=self.scheme.format_name,
+            file=self.codes.file,
+            offset=self.codes.offset,
+            nbytes=self.codes.nbytes,
+            scheme=self.scheme,
+            parts=self.parts,
+        )
+        for part, types, shapes in self._expected(*shape, weight.groups):
+            info = self.parts.get(part)
+            if info is not None and not (info.dtype in types and info.shape in shapes):
+                wanted = " or ".join(str(list(s)) for s in dict.fromkeys(shapes))
+                raise self._fail(info, f"{' or '.join(types)} {wanted}")
+        return weight
+
+    def _fail(self, info: TensorInfo, wanted: str) -> CheckpointError:
+        return CheckpointError(
+            f"{info.name} is {info.dtype} {list(info.shape)}, but with {self.scheme} and "
+            f"{self.codes.name} {list(self.codes.shape)} it should be {wanted}; config and weights "
+            "do not belong together"
+        )
+
+    @property
+    def _per_word(self) -> int:
+        return WORD_BITS // self.scheme.bits
+
+    def _shape(self) -> tuple[int, int]:
+        """[N, K] of the weight, as the codes' shape and, where there is one, the stored shape
+        have it."""
+        first, second = self.codes.shape
+        if self.scheme.layout == "gptq":
+            return second, first * self._per_word
+        if self.scheme.layout == "awq":
+            return second * self._per_word, first
+        if self.scheme.layout == "plain":
+            return first, second
+        info = self.parts["weight_shape"]
+        if info.dtype not in ("I64", "I32") or info.shape != (2,):
+            raise self._fail(info, "I64 [2]")
+        values = self._read(info).numpy().view(f"i{info.nbytes // 2}")
+        rows, cols = int(values[0]), int(values[1])
+        if rows != first or cols < 1 or -(-cols // self._per_word) != second:
+            raise CheckpointError(
+                f"{info.name} says [{rows}, {cols}], but {self.codes.name} is {[first, second]} "
+                f"words of {self._per_word} codes; the checkpoint is corrupt"
+            )
+        return rows, cols
+
+    def _expected(
+        self, rows: int, cols: int, groups: int
+    ) -> Iterator[tuple[str, tuple[str, ...], tuple[tuple[int, ...], ...]]]:
+        """(part, types, shapes) that are right."""
+        word = self._per_word
+        if self.scheme.layout in ("gptq", "awq"):
+            if rows % word:
+                raise UnsupportedFormat(
+                    f"{self.codes.name} has {rows} output channels, which do not fill whole words "
+                    f"of zero points; {show(self.scheme.layout)} has no rule for that"
+                )
+            yield "qweight", ("I32",), (self.codes.shape,)
+            yield "scales", SCALE_TYPES, ((groups, rows),)
+            yield "qzeros", ("I32",), ((groups, rows // word),)
+            yield "g_idx", ("I32",), ((cols,),)
+            return
+        per_row: tuple[tuple[int, ...], ...] = ((rows, groups),)
+        if groups == 1:
+            per_row += ((rows,),)
+        packed = self.scheme.layout == "packed"
+        yield self.codes.name.rpartition(".")[2], ("I32" if packed else "I8",), (self.codes.shape,)
+        yield "weight_scale", SCALE_TYPES, per_row
+        zero = self.parts.get("weight_zero_point")
+        if packed and zero is not None and zero.dtype == "I32":
+            yield "weight_zero_point", ("I32",), ((-(-rows // word), groups),)
+        else:
+            yield "weight_zero_point", ("I8",), per_row
+        yield "weight_g_idx", ("I32",), ((cols,),)

@@ -1,0 +1,93 @@
+"""A matrix as it lies in a checkpoint, ready to be packed by ranges of output channels.
+
+Two kinds: bytes of one tensor, row by row, and codes with scales that a quantized checkpoint keeps
+in several tensors. Each says which formats hold it without loss, packs into these, and decodes for
+all others. By numpy, because torch would start threads of its own in each of the packing ones.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from moestro import formats
+from moestro.checkpoints.quant_codes import Codes
+from moestro.formats.base import Format
+from moestro.memory.sources import FLOAT_TYPES
+
+
+class StoredRows(Protocol):
+    """A matrix [N, K] that has been read."""
+
+    def exact(self, format_: Format) -> bool:
+        """``pack`` can be used."""
+        ...
+
+    def pack(self, format_: Format, start: int, stop: int) -> Tensor:
+        """Output channels [start, stop) packed without loss, uint8."""
+        ...
+
+    def floats(self, start: int, stop: int) -> Tensor:
+        """Output channels [start, stop) as float32 [stop - start, K]."""
+        ...
+
+
+class RawRows:
+    """``raw``: the bytes (uint8) of N rows of K channels of a checkpoint type."""
+
+    def __init__(self, dtype: str, raw: Tensor, rows: int, cols: int) -> None:
+        self.dtype, self.cols = dtype, cols
+        self._raw = raw.view(rows, -1)
+
+    def exact(self, format_: Format) -> bool:
+        return self.dtype in format_.exact_from
+
+    def pack(self, format_: Format, start: int, stop: int) -> Tensor:
+        raw = self._raw[start:stop].reshape(-1)
+        return format_.pack_exact(self.dtype, raw, stop - start, self.cols)
+
+    def floats(self, start: int, stop: int) -> Tensor:
+        return to_float(self.dtype, self._raw[start:stop].reshape(-1), stop - start, self.cols)
+
+
+class CodedRows:
+    """Codes of the format ``dtype``.
+
+    ``named``: the user asked for the format by name, so scales that it cannot hold are fitted anew;
+    else they are refused.
+    """
+
+    def __init__(self, dtype: str, codes: Codes, *, named: bool) -> None:
+        self.dtype, self.codes = dtype, codes
+        self._fit = named and not codes.scales_are_halves
+
+    def exact(self, format_: Format) -> bool:
+        return self.dtype == format_.name and not self._fit
+
+    def pack(self, format_: Format, start: int, stop: int) -> Tensor:
+        codes, zeros = self.codes, self.codes.zeros
+        return format_.pack_codes(
+            codes.codes[start:stop],
+            codes.scales[start:stop],
+            None if zeros is None else zeros[start:stop],
+        )
+
+    def floats(self, start: int, stop: int) -> Tensor:
+        return self.codes.floats(start, stop)
+
+
+def to_float(dtype: str, raw: Tensor, rows: int, cols: int) -> Tensor:
+    """Checkpoint bytes -> float32 [rows, cols]; quantized types by their exact format."""
+    if dtype not in FLOAT_TYPES:
+        exact = formats.exact_for(dtype)
+        return exact.unpack(exact.pack_exact(dtype, raw, rows, cols), rows, cols)
+    data = raw.contiguous().numpy()
+    if dtype == "BF16":  # the upper half of a float32
+        wide = (data.view(np.uint16).astype(np.uint32) << np.uint32(16)).view(np.float32)
+    else:
+        with np.errstate(over="ignore"):  # a float64 beyond float32 becomes infinite: refused later
+            wide = data.view(f"f{FLOAT_TYPES[dtype]}").astype(np.float32)
+    return torch.from_numpy(wide).view(rows, cols)

@@ -1,0 +1,101 @@
+"""Codes, scales and zero points that are packed as they are, against the layout in slow Python."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import slow_layout
+import torch
+from torch import Tensor
+
+from moestro import formats
+from moestro.core.errors import CheckpointError, UnsupportedFormat
+
+HOLDS = [n for n in formats.names() if n.startswith(("int4-", "int4z-", "int8-"))]
+MIDDLES = {"int4": 8, "int8": 128}
+
+
+def parts(name: str, rows: int, cols: int) -> tuple[Tensor, Tensor, Tensor | None]:
+    rng = np.random.default_rng(rows * cols)
+    format_, bits = formats.get(name), int(name[3])
+    groups = format_.padded_cols(cols) // format_.group(cols)
+    codes = rng.integers(0, 1 << bits, (rows, cols), dtype=np.uint8)
+    codes.flat[0], codes.flat[-1] = 0, (1 << bits) - 1
+    scales = rng.normal(size=(rows, groups)).astype(np.float16).astype(np.float32)
+    zeros = None
+    if name.startswith("int4z"):
+        zeros = rng.integers(0, 16, (rows, groups), dtype=np.uint8)
+        zeros.flat[0], zeros.flat[-1] = 0, 15
+    tensors = [None if a is None else torch.from_numpy(a) for a in (codes, scales, zeros)]
+    assert tensors[0] is not None and tensors[1] is not None
+    return tensors[0], tensors[1], tensors[2]
+
+
+@pytest.mark.parametrize(("rows", "cols"), [(16, 128), (33, 96), (5, 70), (1, 1), (48, 384)])
+@pytest.mark.parametrize("name", HOLDS)
+def test_values_and_padding(name: str, rows: int, cols: int):
+    codes, scales, zeros = parts(name, rows, cols)
+    format_ = formats.get(name)
+    packed = format_.pack_codes(codes, scales, zeros)
+    padded = format_.padded_cols(cols)
+    all_rows = -(-rows // 16) * 16
+    got = slow_layout.decode(name, packed.numpy().tobytes(), all_rows, padded)
+    group, middle = format_.group(cols), MIDDLES.get(name[:4], 0)
+    want = np.zeros((all_rows, padded))
+    for n in range(rows):
+        for k in range(cols):
+            zero = middle if zeros is None else int(zeros[n, k // group])
+            want[n, k] = float(scales[n, k // group]) * (int(codes[n, k]) - zero)
+    assert np.array_equal(np.asarray(got, dtype=np.float64), want)
+    assert np.array_equal(format_.unpack(packed, rows, cols).numpy(), want[:rows, :cols])
+
+
+@pytest.mark.parametrize("name", [n for n in formats.names() if n not in HOLDS])
+def test_other_formats_hold_no_codes(name: str):
+    codes = torch.zeros(16, 256, dtype=torch.uint8)
+    groups = formats.get(name).padded_cols(256) // formats.get(name).group(256)
+    for zeros in (None, torch.zeros(16, groups, dtype=torch.uint8)):
+        with pytest.raises(UnsupportedFormat, match=f"{name} does not hold integer codes"):
+            formats.get(name).pack_codes(codes, torch.ones(16, groups), zeros)
+
+
+@pytest.mark.parametrize(("scale", "count"), [(0.1, 1), (1e-9, 1), (65520.0, 1), (6e-8, 1)])
+def test_scales_that_are_not_float16_are_refused(scale: float, count: int):
+    codes, scales, _ = parts("int4-g32", 16, 64)
+    scales[3, 1] = scale
+    with pytest.raises(UnsupportedFormat, match=rf"{count} of 32 scales .*--format int4-g32"):
+        formats.get("int4-g32").pack_codes(codes, scales)
+
+
+def test_subnormal_and_negative_scales_are_kept():
+    codes, scales, _ = parts("int4-g32", 16, 64)
+    scales[0, 0], scales[1, 0], scales[2, 0] = 2.0**-24, -(2.0**-24) * 1023, 65504.0
+    unpacked = formats.get("int4-g32").unpack(
+        formats.get("int4-g32").pack_codes(codes, scales), 16, 64
+    )
+    want = (codes.float() - 8) * scales.repeat_interleave(32, dim=1)
+    assert torch.equal(unpacked, want)
+
+
+def test_what_does_not_fit_together():
+    codes, scales, zeros = parts("int4z-g32", 16, 64)
+    with_zeros, without = formats.get("int4z-g32"), formats.get("int4-g32")
+    bad = scales.clone()
+    bad[0, 0] = float("nan")
+    with pytest.raises(CheckpointError, match="not finite"):
+        with_zeros.pack_codes(codes, bad, zeros)
+    with pytest.raises(UnsupportedFormat, match="int4z-g32 needs zero points"):
+        with_zeros.pack_codes(codes, scales)
+    with pytest.raises(UnsupportedFormat, match="int4-g32 has no zero points"):
+        without.pack_codes(codes, scales, zeros)
+    with pytest.raises(CheckpointError, match="codes and zero points 0 to 15, got 16"):
+        without.pack_codes(codes + 1, scales)
+    with pytest.raises(CheckpointError, match=r"scales torch.float32 \[16, 2\]"):
+        without.pack_codes(codes, scales[:, :1])
+    with pytest.raises(CheckpointError, match=r"codes torch\.uint8"):
+        without.pack_codes(codes.to(torch.int8), scales)
+
+
+def test_a_format_name_is_the_type_of_codes_it_holds():
+    for name in formats.names():
+        assert formats.exact_for(name) is formats.get(name)

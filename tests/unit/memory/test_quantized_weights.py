@@ -1,0 +1,390 @@
+"""Single weights of quantized checkpoints, against a decoder that works element by element."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from tiny_checkpoints import matrix, vector
+from torch import Tensor
+
+import slow_quantizers as slow
+from moestro.checkpoints import open_checkpoint
+from moestro.checkpoints.safetensors import SafetensorsCheckpoint
+from moestro.core.errors import CheckpointError, MoestroError, UnsupportedFormat
+from moestro.formats.base import PackedWeight
+from moestro.memory.loader import load_weights
+from moestro.memory.policy import FormatPolicy
+
+#: (rows, cols): more than one tile, odd numbers of groups, a ragged last one
+SHAPES = [(40, 96), (16, 160), (24, 320), (8, 32)]
+
+
+def write(folder: Path, tensors: dict[str, Tensor], declared: Any, module: str = "a.q_proj"):
+    """A checkpoint with one module's tensors."""
+    folder.mkdir(parents=True, exist_ok=True)
+    named = {f"{module}.{part}": tensor for part, tensor in tensors.items()}
+    save_file(named, folder / "model.safetensors")
+    config = {"model_type": "tiny", "quantization_config": declared}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def load(folder: Path, rows: int, cols: int, formats: str = "", module: str = "a.q_proj"):
+    with open_checkpoint(folder) as checkpoint:
+        assert isinstance(checkpoint, SafetensorsCheckpoint)
+        spec = matrix("q", rows, cols, sources=(f"{module}.weight",))
+        weight = load_weights(checkpoint, [spec], policy=FormatPolicy.parse(formats))["q"]
+    assert isinstance(weight, PackedWeight)
+    return weight
+
+
+def check(folder: Path, q: slow.Quantized, format_name: str) -> None:
+    weight = load(folder, q.rows, q.cols)
+    assert weight.format_name == format_name
+    assert torch.equal(weight.unpack(), q.floats())
+
+
+GROUPS = {32: "g32", 64: "g64", 128: "g128", 256: "g128", 96: "g32", -1: "row"}
+
+
+@pytest.mark.parametrize(("rows", "cols"), SHAPES)
+@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("group", GROUPS)
+def test_gptq_4_bit(
+    tmp_path: Path, rows: int, cols: int, version: int, symmetric: bool, group: int
+):
+    q = slow.any_codes(rows, cols, bits=4, group=group, symmetric=symmetric, seed=group)
+    config = slow.gptq_config(bits=4, group=group, symmetric=symmetric, version=version)
+    write(tmp_path, slow.gptq(q, version=version), config)
+    name = f"int4-{GROUPS[group]}" if symmetric else f"int4z-{GROUPS[group]}"
+    check(tmp_path, q, "int4z-g128" if name == "int4z-row" else name)
+
+
+@pytest.mark.parametrize(("rows", "cols"), SHAPES)
+@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize("group", GROUPS)
+def test_gptq_8_bit(tmp_path: Path, rows: int, cols: int, version: int, group: int):
+    q = slow.any_codes(rows, cols, bits=8, group=group, symmetric=True)
+    config = slow.gptq_config(bits=8, group=group, symmetric=True, version=version)
+    write(tmp_path, slow.gptq(q, version=version), config)
+    check(tmp_path, q, f"int8-{GROUPS[group]}")
+
+
+@pytest.mark.parametrize(("rows", "cols"), SHAPES)
+@pytest.mark.parametrize("group", [32, 64, 128, -1])
+def test_awq(tmp_path: Path, rows: int, cols: int, group: int):
+    q = slow.any_codes(rows, cols, bits=4, group=group, symmetric=False, seed=3)
+    write(tmp_path, slow.awq(q), slow.awq_config(group=group))
+    check(tmp_path, q, "int4z-g128" if group == -1 else f"int4z-{GROUPS[group]}")
+
+
+@pytest.mark.parametrize(("rows", "cols"), [*SHAPES, (13, 45)])
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("group", [32, 64, 128, -1])
+def test_compressed_symmetric(tmp_path: Path, rows: int, cols: int, bits: int, group: int):
+    q = slow.any_codes(rows, cols, bits=bits, group=group, symmetric=True, seed=4)
+    config = slow.compressed_config(bits=bits, group=group, symmetric=True)
+    write(tmp_path, slow.compressed(q, symmetric=True), config)
+    check(tmp_path, q, f"int{bits}-{GROUPS[group]}")
+
+
+@pytest.mark.parametrize(("rows", "cols"), [*SHAPES, (13, 45)])
+@pytest.mark.parametrize("packed_zeros", [True, False])
+@pytest.mark.parametrize("group", [32, 64, 128, -1])
+def test_compressed_with_zero_points(
+    tmp_path: Path, rows: int, cols: int, packed_zeros: bool, group: int
+):
+    q = slow.any_codes(rows, cols, bits=4, group=group, symmetric=False, seed=5)
+    config = slow.compressed_config(bits=4, group=group, symmetric=False)
+    write(tmp_path, slow.compressed(q, symmetric=False, packed_zeros=packed_zeros), config)
+    check(tmp_path, q, "int4z-g128" if group == -1 else f"int4z-{GROUPS[group]}")
+
+
+@pytest.mark.parametrize("flat", [True, False])
+def test_compressed_signed_bytes(tmp_path: Path, flat: bool):
+    q = slow.any_codes(20, 70, bits=8, group=-1, symmetric=True, seed=6)
+    tensors = slow.signed_bytes(q)
+    if flat:  # scales [N] instead of [N, 1]
+        tensors["weight_scale"] = tensors["weight_scale"].view(-1)
+    config = slow.compressed_config(bits=8, group=-1, symmetric=True, format="int-quantized")
+    write(tmp_path, tensors, config)
+    check(tmp_path, q, "int8-row")
+
+
+@pytest.mark.parametrize("scale_type", [torch.float16, torch.bfloat16, torch.float32])
+def test_scales_of_any_type_that_are_float16_numbers(tmp_path: Path, scale_type: torch.dtype):
+    q = slow.any_codes(16, 64, bits=4, group=32, symmetric=False)
+    config = slow.gptq_config(bits=4, group=32, symmetric=False)
+    write(tmp_path, slow.gptq(q, scale_type=scale_type), config)
+    check(tmp_path, q, "int4z-g32")
+
+
+@pytest.mark.parametrize(
+    ("scale", "scale_type"),
+    [(1e-9, torch.bfloat16), (70000.0, torch.bfloat16), (0.1, torch.float32)],
+)
+def test_scales_that_float16_does_not_hold(tmp_path: Path, scale: float, scale_type: torch.dtype):
+    q = slow.any_codes(16, 64, bits=4, group=32, symmetric=True)
+    q.scales[3][1] = float(torch.tensor(scale, dtype=scale_type))
+    config = slow.compressed_config(bits=4, group=32, symmetric=True)
+    write(tmp_path, slow.compressed(q, symmetric=True, scale_type=scale_type), config)
+    with pytest.raises(
+        UnsupportedFormat, match=r"a\.q_proj\.weight: 1 of 32 scales .*--format int4"
+    ):
+        load(tmp_path, 16, 64)
+    # A float format holds all of it, and naming the same format rounds.
+    assert torch.equal(load(tmp_path, 16, 64, formats="f32").unpack(), q.floats())
+    if scale < 1:
+        rounded = load(tmp_path, 16, 64, formats="int4-g32").unpack()
+        assert (rounded - q.floats()).abs().max() <= 8 * max(scale * 2**-11, 2**-25)
+
+
+def test_another_format_is_quantized_from_the_values(tmp_path: Path):
+    q = slow.any_codes(16, 64, bits=4, group=32, symmetric=False)
+    write(tmp_path, slow.awq(q), slow.awq_config(group=32))
+    weight = load(tmp_path, 16, 64, formats="int8-g32")
+    assert weight.format_name == "int8-g32"
+    error = (weight.unpack() - q.floats()).abs().max() / q.floats().abs().max()
+    assert 0 < error < 0.01
+
+
+def test_symmetric_gptq_with_meaningless_zero_points(tmp_path: Path):
+    q = slow.any_codes(16, 64, bits=4, group=32, symmetric=True)
+    config = slow.gptq_config(bits=4, group=32, symmetric=True)
+    for stored in (0, 0x77777777, 0x88888888 - (1 << 32)):
+        tensors = slow.gptq(q)
+        tensors["qzeros"].fill_(stored)
+        write(tmp_path, tensors, config)
+        check(tmp_path, q, "int4-g32")
+    tensors.pop("qzeros")
+    write(tmp_path, tensors, config)
+    check(tmp_path, q, "int4-g32")
+    for bad in (0x77777776, 0x55555555):
+        tensors["qzeros"] = torch.full((2, 2), bad, dtype=torch.int32)
+        write(tmp_path, tensors, config)
+        with pytest.raises(
+            CheckpointError, match=r"qzeros holds zero points other than the middle"
+        ):
+            load(tmp_path, 16, 64)
+
+
+def test_gptq_without_a_word_on_symmetry_reads_the_zero_points(tmp_path: Path):
+    q = slow.any_codes(16, 64, bits=4, group=32, symmetric=False)
+    config = slow.gptq_config(bits=4, group=32, symmetric=False)
+    del config["sym"], config["checkpoint_format"]
+    write(tmp_path, slow.gptq(q), config)
+    check(tmp_path, q, "int4z-g32")
+
+
+def test_gptq_channel_order(tmp_path: Path):
+    q = slow.any_codes(16, 64, bits=4, group=32, symmetric=True)
+    tensors = slow.gptq(q)
+    for declared in (True, False):
+        config = slow.gptq_config(bits=4, group=32, symmetric=True) | {"desc_act": declared}
+        write(tmp_path, slow.gptq(q), config)
+        check(tmp_path, q, "int4-g32")  # ascending, whatever is declared
+        write(tmp_path, tensors | {"g_idx": tensors["g_idx"].flip(0)}, config)
+        with pytest.raises(UnsupportedFormat, match=r"g_idx assigns .* another order .*desc_act"):
+            load(tmp_path, 16, 64)
+        write(tmp_path, tensors | {"g_idx": tensors["g_idx"] + 1}, config)
+        with pytest.raises(CheckpointError, match=r"groups 1 to 2, but there are 2"):
+            load(tmp_path, 16, 64)
+    tensors.pop("g_idx")
+    write(tmp_path, tensors, slow.gptq_config(bits=4, group=32, symmetric=True))
+    check(tmp_path, q, "int4-g32")
+    write(
+        tmp_path, tensors, slow.gptq_config(bits=4, group=32, symmetric=True) | {"desc_act": True}
+    )
+    with pytest.raises(CheckpointError, match=r"a\.q_proj\.g_idx is missing"):
+        open_checkpoint(tmp_path)
+
+
+def test_declared_order_is_refused_from_headers(tmp_path: Path):
+    q = slow.any_codes(16, 64, bits=4, group=32, symmetric=True)
+    tensors = slow.gptq(q)
+    tensors["g_idx"] = tensors["g_idx"].flip(0)
+    write(
+        tmp_path, tensors, slow.gptq_config(bits=4, group=32, symmetric=True) | {"desc_act": True}
+    )
+    with pytest.raises(UnsupportedFormat, match="desc_act"):
+        open_checkpoint(tmp_path)
+
+
+def test_compressed_channel_order(tmp_path: Path):
+    q = slow.any_codes(16, 64, bits=4, group=32, symmetric=True)
+    config = slow.compressed_config(bits=4, group=32, symmetric=True)
+    weights = config["config_groups"]["group_0"]["weights"]
+    tensors = slow.compressed(q, symmetric=True)
+    ascending = torch.arange(64, dtype=torch.int32) // 32
+    for actorder in (None, "static", "weight", "group"):
+        weights["actorder"] = actorder
+        for order in (ascending, torch.full_like(ascending, -1)):
+            write(tmp_path, tensors | {"weight_g_idx": order}, config)
+            check(tmp_path, q, "int4-g32")
+        write(tmp_path, tensors | {"weight_g_idx": ascending.flip(0)}, config)
+        with pytest.raises(UnsupportedFormat, match="actorder=static"):
+            load(tmp_path, 16, 64)
+    weights["actorder"] = "group"
+    write(tmp_path, tensors, config)
+    with pytest.raises(CheckpointError, match="weight_g_idx is missing"):
+        open_checkpoint(tmp_path)
+
+
+def test_symmetric_compressed_with_zero_points(tmp_path: Path):
+    q = slow.any_codes(16, 64, bits=4, group=32, symmetric=True)
+    config = slow.compressed_config(bits=4, group=32, symmetric=True)
+    for packed in (True, False):
+        tensors = slow.compressed(q, symmetric=False, packed_zeros=packed)
+        write(tmp_path, tensors, config)
+        check(tmp_path, q, "int4-g32")
+        tensors["weight_zero_point"][0, 0] += 1
+        write(tmp_path, tensors, config)
+        with pytest.raises(CheckpointError, match="declared symmetric"):
+            load(tmp_path, 16, 64)
+
+
+def test_zero_points_beyond_the_bits(tmp_path: Path):
+    q = slow.any_codes(16, 64, bits=4, group=32, symmetric=False)
+    tensors = slow.compressed(q, symmetric=False, packed_zeros=False)
+    tensors["weight_zero_point"][2, 1] = 8
+    write(tmp_path, tensors, slow.compressed_config(bits=4, group=32, symmetric=False))
+    with pytest.raises(CheckpointError, match="which 4 bits do not have"):
+        load(tmp_path, 16, 64)
+
+
+def test_non_finite_scales(tmp_path: Path):
+    q = slow.any_codes(16, 64, bits=4, group=32, symmetric=True)
+    for value in (float("nan"), float("inf")):
+        tensors = slow.gptq(q)
+        tensors["scales"][1, 3] = value
+        write(tmp_path, tensors, slow.gptq_config(bits=4, group=32, symmetric=True))
+        for formats in ("", "f32"):
+            with pytest.raises(CheckpointError, match=r"a\.q_proj\.scales: 1 of 32 scales"):
+                load(tmp_path, 16, 64, formats)
+
+
+def _gptq(symmetric: bool = False) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    q = slow.any_codes(24, 64, bits=4, group=32, symmetric=symmetric)
+    return slow.gptq(q), slow.gptq_config(bits=4, group=32, symmetric=symmetric)
+
+
+def _awq() -> tuple[dict[str, Tensor], dict[str, Any]]:
+    q = slow.any_codes(24, 64, bits=4, group=32, symmetric=False)
+    return slow.awq(q), slow.awq_config(group=32)
+
+
+def _compressed() -> tuple[dict[str, Tensor], dict[str, Any]]:
+    q = slow.any_codes(24, 64, bits=4, group=32, symmetric=False)
+    config = slow.compressed_config(bits=4, group=32, symmetric=False)
+    return slow.compressed(q, symmetric=False), config
+
+
+METHODS = {"gptq": _gptq, "awq": _awq, "compressed": _compressed}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_missing_tensor_is_named(tmp_path: Path, method: str):
+    tensors, config = METHODS[method]()
+    for part in tensors.keys() - {"g_idx"}:
+        write(tmp_path, {k: v for k, v in tensors.items() if k != part}, config)
+        expected = f"a.q_proj.{part} is missing"
+        if part in ("qweight", "weight_packed"):
+            expected = "belongs to integer codes, but there are none"
+        with pytest.raises(CheckpointError, match=expected):
+            open_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_wrong_shapes_and_types(tmp_path: Path, method: str):
+    tensors, config = METHODS[method]()
+    for part, tensor in tensors.items():
+        wrong = [tensor[:-1], torch.cat([tensor, tensor]), tensor[None]]
+        wrong.append(tensor.to(torch.int16 if tensor.dtype != torch.int16 else torch.int32))
+        if tensor.dim() == 2:
+            wrong += [tensor[:, :-1], tensor.T]
+        for bad in wrong:
+            write(tmp_path, tensors | {part: bad.contiguous()}, config)
+            with pytest.raises(MoestroError, match=r"a\.q_proj\.(q|s|g|weight)"):
+                load(tmp_path, 24, 64)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("group", [64, 128, -1])
+def test_group_size_that_the_scales_deny(tmp_path: Path, method: str, group: int):
+    tensors, config = METHODS[method]()
+    if method == "compressed":
+        weights = slow.weights_config(bits=4, group=group, symmetric=False)
+        config["config_groups"]["group_0"]["weights"] = weights
+    else:
+        config["group_size"] = group
+    write(tmp_path, tensors, config)
+    with pytest.raises(CheckpointError, match="it should be"):
+        open_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("method", ["gptq", "compressed"])
+def test_bits_that_the_shapes_deny(tmp_path: Path, method: str):
+    tensors, config = METHODS[method]()
+    if method == "compressed":
+        weights = slow.weights_config(bits=8, group=32, symmetric=True)
+        config["config_groups"]["group_0"]["weights"] = weights
+    else:
+        config |= {"bits": 8, "sym": True}
+    write(tmp_path, tensors, config)
+    with pytest.raises(CheckpointError, match=r"should be|says"):
+        open_checkpoint(tmp_path)
+
+
+def test_gemv_layout_under_a_gemm_name(tmp_path: Path):
+    """Transposed words: K / 8 along the row."""
+    tensors, config = _awq()
+    q = slow.any_codes(24, 64, bits=4, group=32, symmetric=False)
+    write(tmp_path, tensors | {"qweight": slow.words(q.codes, 4)}, config)
+    with pytest.raises(CheckpointError, match="it should be"):
+        open_checkpoint(tmp_path)
+
+
+def test_method_and_tensors_that_do_not_belong_together(tmp_path: Path):
+    gptq, gptq_config = _gptq()
+    compressed, compressed_config = _compressed()
+    write(tmp_path, compressed, gptq_config)
+    with pytest.raises(CheckpointError, match=r"gptq .* stores a\.q_proj\.qweight"):
+        open_checkpoint(tmp_path)
+    write(tmp_path, gptq, compressed_config)
+    with pytest.raises(CheckpointError, match=r"stores a\.q_proj\.weight_packed"):
+        open_checkpoint(tmp_path)
+    write(tmp_path, gptq | {"weight": torch.zeros(24, 64)}, gptq_config)
+    with pytest.raises(CheckpointError, match="are both there"):
+        open_checkpoint(tmp_path)
+    write(tmp_path, {"weight": torch.zeros(24, 64), "scales": gptq["scales"]}, gptq_config)
+    with pytest.raises(CheckpointError, match=r"a\.q_proj\.weight is F32"):
+        open_checkpoint(tmp_path)
+    write(tmp_path, gptq, None)
+    with pytest.raises(UnsupportedFormat, match=r"q_proj\.qweight holds packed integers"):
+        open_checkpoint(tmp_path)
+
+
+def test_the_model_decides_the_shape(tmp_path: Path):
+    write(tmp_path, *_gptq())
+    for rows, cols in ((64, 24), (24, 32), (8, 64)):
+        with pytest.raises(CheckpointError, match=r"a\.q_proj\.weight should be"):
+            load(tmp_path, rows, cols)
+
+
+def test_a_vector_is_not_read_from_codes(tmp_path: Path):
+    q = slow.any_codes(1, 64, bits=4, group=32, symmetric=True)
+    config = slow.compressed_config(bits=4, group=32, symmetric=True)
+    write(tmp_path, slow.compressed(q, symmetric=True), config)
+    spec = replace(vector("a", 64), sources=("a.q_proj.weight",))
+    with (
+        open_checkpoint(tmp_path) as checkpoint,
+        pytest.raises(MoestroError, match=r"a\.q_proj\.weight"),
+    ):
+        load_weights(checkpoint, [spec], policy=FormatPolicy.parse(""))
