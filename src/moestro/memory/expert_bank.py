@@ -12,10 +12,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moestro import formats, native
-from moestro.core.errors import CheckpointError, InvalidRequest, OutOfBudget
+from moestro import formats
+from moestro.core.errors import CheckpointError, InvalidRequest
 from moestro.core.units import format_bytes
 from moestro.formats.base import PackedWeight, round_up
+from moestro.memory.arena import aligned_buffer
 from moestro.ops.contracts import Ops, Projection
 
 #: start of each projection in a blob, bytes: a vector load and a cache line
@@ -59,21 +60,6 @@ class BlobLayout:
             blob[start:stop] = data
             end = stop
         blob[end:] = 0
-
-
-def aligned_buffer(nbytes: int) -> Tensor:
-    """A zeroed uint8 tensor [nbytes] on huge pages where the system gives them, aligned to 2 MiB
-    (so to BLOB_ALIGNMENT too): kernels stream experts in order, and small pages cost them the TLB.
-
-    Raises OutOfBudget when the system does not give that much memory.
-    """
-    try:
-        return torch.from_numpy(native.allocate_bytes(nbytes))
-    except MemoryError as error:
-        raise OutOfBudget(
-            f"{format_bytes(nbytes)} for one layer's experts cannot be allocated; choose a smaller "
-            "format"
-        ) from error
 
 
 class ExpertBank:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from torch import Tensor
 
 from moestro.checkpoints.base import Checkpoint
 from moestro.checkpoints.packed import PackedCheckpoint
 from moestro.formats.base import PackedWeight
+from moestro.memory.arena import HugePageArena
 from moestro.memory.expert_bank import ExpertBank
 from moestro.memory.packed_reader import load_packed
 from moestro.memory.packing import Packer
@@ -37,7 +39,7 @@ def load_weights(
     """
     report = progress or (lambda done, total: None)
     if isinstance(checkpoint, PackedCheckpoint):
-        return load_packed(checkpoint, specs, policy, report)
+        return _on_huge_pages(load_packed(checkpoint, specs, policy, report))
     sources = resolve(checkpoint, specs, policy)
     total = sum(source.source_nbytes for source in sources)
     weights: Weights = {}
@@ -52,6 +54,15 @@ def load_weights(
                 weights[key] = _load_one(packer, source)
             done += source.source_nbytes
             report(done, total)
+    return _on_huge_pages(weights)
+
+
+def _on_huge_pages(weights: Weights) -> Weights:
+    """Moves the matrices, one at a time: experts have huge pages from the start."""
+    arena = HugePageArena()
+    for key, weight in weights.items():
+        if isinstance(weight, PackedWeight):
+            weights[key] = replace(weight, data=arena.copy(weight.data))
     return weights
 
 
