@@ -118,10 +118,11 @@ class Attention final : public Op {
   QueryBlock queries(const TokenBlock& block, int64_t lane) const {
     const int64_t group = a_.heads / a_.cache.kv_heads, from = lane % parts_ * part_heads_;
     const int64_t width = a_.heads * a_.cache.head_dim;
-    const int64_t at =
-        block.first_token * width + (lane / parts_ * group + from) * a_.cache.head_dim;
+    const int64_t head = lane / parts_ * group + from;
+    const int64_t at = block.first_token * width + head * a_.cache.head_dim;
     return {.q = a_.q + at,
             .out = a_.out + at,
+            .sinks = a_.sinks == nullptr ? nullptr : a_.sinks + head,
             .token_stride = width,
             .position = a_.batch.positions[block.first_token],
             .window = a_.window,

@@ -12,6 +12,7 @@ struct AttentionArgs {
   float* out;      // [T, heads * head_dim]
   PagedCache cache;
   RaggedBatch batch;
+  const float* sinks;  // [heads] or null
   int64_t heads;
   float scale;
   int64_t window;  // kNoWindow for all keys

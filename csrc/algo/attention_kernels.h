@@ -256,12 +256,24 @@ inline void merge_segment(const QueryBlock& block, int head_dim, int64_t segment
   }
 }
 
+inline void join_sink(float sink, Partial part, int row, int64_t stride) {
+  const float max = sink <= part.max[row] ? part.max[row] : sink;
+  float weights[16] = {part.max[row] - max, sink - max};
+  f_store(weights, f_exp(f_load(weights)));
+  const F32 weight = f_set1(weights[0]);
+  float* out = part.out + row * stride;
+  for (int64_t d = 0; d < stride; d += 16) f_store(out + d, f_mul(f_load(out + d), weight));
+  part.max[row] = max;
+  part.sum[row] = part.sum[row] * weights[0] + weights[1];
+}
+
 inline void finish_rows(const QueryBlock& block, int head_dim, Partial part) {
   const int64_t stride = Partial::padded(head_dim);
   for (int r = 0; r < block.rows(); ++r) {
     const int token = r / block.heads, head = r % block.heads;
     const float* from = part.out + r * stride;
     float* to = block.out + token * block.token_stride + head * head_dim;
+    if (block.sinks != nullptr) join_sink(block.sinks[head], part, r, stride);
     const F32 sum = f_set1(part.sum[r]);
     int d = 0;
     for (; d + 16 <= head_dim; d += 16) f_store(to + d, f_div(f_load(from + d), sum));

@@ -34,3 +34,30 @@ inline F32 f_sigmoid(F32 x) {
 
 // x / (1 + e^-x), finite for every finite x (arXiv:1702.03118).
 inline F32 f_silu(F32 x) { return f_div(x, f_add(f_set1(1.0f), f_exp(f_sub(f_zero(), x)))); }
+
+// x * Phi(x), Phi the normal distribution's (arXiv:1606.08415); error below 2^-22 of it above zero
+// and 2^-19 below.
+//
+// Phi(-a) = e^(-a^2 / 2) t q(t) with t = 1 / (1 + 0.35 a); q is a minimax fit of its relative error
+// over 0 <= a <= 14, 2^-24 at most.
+inline F32 f_gelu(F32 x) {
+  const F32 one = f_set1(1.0f), a = f_abs(x);
+  const F32 t = f_div(one, f_fma(f_set1(0.35f), a, one));
+  F32 q = f_fma(f_set1(-0x1.dd87a6p-6f), t, f_set1(0x1.26db18p-3f));
+  q = f_fma(q, t, f_set1(-0x1.05da6cp-2f));
+  q = f_fma(q, t, f_set1(0x1.45fe26p-3f));
+  q = f_fma(q, t, f_set1(-0x1.7aa75ap-6f));
+  q = f_fma(q, t, f_set1(0x1.b029c0p-4f));
+  q = f_fma(q, t, f_set1(0x1.ead5bap-4f));
+  q = f_fma(q, t, f_set1(0x1.1e6fe8p-3f));
+  q = f_fma(q, t, f_set1(0x1.1df1d4p-3f));
+  const F32 tail = f_mul(f_mul(q, t), f_exp(f_mul(f_mul(f_set1(-0.5f), a), a)));
+  const F32 below = f_mul(x, tail);
+  return f_select_lt(x, f_zero(), below, f_sub(x, below));
+}
+
+// x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 x^3))), written as x / (1 + e^(-2 ...)).
+inline F32 f_gelu_tanh(F32 x) {
+  const F32 slope = f_fma(f_set1(-0.07135481627f), f_mul(x, x), f_set1(-1.5957691216f));
+  return f_div(x, f_add(f_set1(1.0f), f_exp(f_mul(x, slope))));
+}

@@ -3,6 +3,8 @@
 
 #include "algo/decode.h"
 #include "algo/math.h"
+//
+#include "algo/gates.h"
 #include "algo/tiles_int.h"
 //
 #include "algo/tiles_float.h"
@@ -61,11 +63,22 @@ void quantize_row(const float* x, int n, const Activations& act, int64_t row, in
   }
 }
 
-void gate_quantize_rows(const float* gate, const float* up, int m, int n, const Activations& act,
-                        int64_t row0, int64_t first) {
-  for (int i = 0; i < m; ++i, gate += kBlockChannels, up += kBlockChannels) {
-    F32 a = f_mul(f_silu(f_load(gate)), f_load(up));
-    F32 b = f_mul(f_silu(f_load(gate + 16)), f_load(up + 16));
+// Channels first..first+15 of n that are added to a block; zero where there is nothing.
+inline F32 load_bias(const float* bias, int first, int n) {
+  if (bias == nullptr || n <= first) return f_zero();
+  return n - first < 16 ? f_load_n(bias + first, n - first) : f_load(bias + first);
+}
+
+template <class Gate>
+void gate_quantize_rows(const GateBlock& block, const Activations& act, int64_t row0,
+                        int64_t first) {
+  const float *gate = block.gate, *up = block.up;
+  const int n = block.n;
+  const F32 gate_a = load_bias(block.gate_bias, 0, n), gate_b = load_bias(block.gate_bias, 16, n);
+  const F32 up_a = load_bias(block.up_bias, 0, n), up_b = load_bias(block.up_bias, 16, n);
+  for (int i = 0; i < block.m; ++i, gate += kBlockChannels, up += kBlockChannels) {
+    F32 a = Gate::apply(f_add(f_load(gate), gate_a), f_add(f_load(up), up_a));
+    F32 b = Gate::apply(f_add(f_load(gate + 16), gate_b), f_add(f_load(up + 16), up_b));
     if (n < kBlockChannels) {
       a = f_keep_n(a, n, 0.0f);
       b = f_keep_n(b, n - 16, 0.0f);
@@ -74,8 +87,23 @@ void gate_quantize_rows(const float* gate, const float* up, int m, int n, const 
   }
 }
 
-void combine_rows(const float* x, int64_t ld, int m, int n, const float* weight,
+inline void combine_biased(const float* x, int64_t ld, int m, int n, const float* bias,
+                           const float* weight, const int32_t* index, float* out, int64_t out_ld) {
+  for (int i = 0; i < m; ++i, x += ld) {
+    const F32 w = f_set1(weight[i]);
+    float* to = out + index[i] * out_ld;
+    int c = 0;
+    for (; c + 16 <= n; c += 16)
+      f_store(to + c, f_fma(w, f_add(f_load(x + c), f_load(bias + c)), f_load(to + c)));
+    if (c == n) continue;
+    const F32 y = f_add(f_load_n(x + c, n - c), f_load_n(bias + c, n - c));
+    f_store_n(to + c, n - c, f_fma(w, y, f_load_n(to + c, n - c)));
+  }
+}
+
+void combine_rows(const float* x, int64_t ld, int m, int n, const float* bias, const float* weight,
                   const int32_t* index, float* out, int64_t out_ld) {
+  if (bias != nullptr) return combine_biased(x, ld, m, n, bias, weight, index, out, out_ld);
   for (int i = 0; i < m; ++i, x += ld) {
     const F32 w = f_set1(weight[i]);
     float* to = out + index[i] * out_ld;
@@ -98,7 +126,12 @@ constexpr auto tiles_of() {
 
 constexpr MatrixKernels make_matrix_kernels() {
   return {.quantize = quantize_row,
-          .gate_quantize = gate_quantize_rows,
+          .gate_quantize =
+              {
+#define MOESTRO_ACTIVATION(kind, name, gate) gate_quantize_rows<gate>,
+#include "isa/activation.def"
+#undef MOESTRO_ACTIVATION
+              },
           .combine = combine_rows,
           .tiles =
               {

@@ -32,6 +32,7 @@ constexpr int64_t kCompactFloats =
 // Consecutive entries of the expert order that share an expert.
 struct Span {
   const uint8_t* blob;
+  int32_t expert;
   int32_t first;
   int32_t count;
 };
@@ -113,7 +114,8 @@ class Moe final : public Op {
     for (int64_t e = 0; e < a_.experts; ++e) {
       const int32_t first = next_[size_t(e)], end = first + next_[size_t(e) + 1];
       for (int32_t at = first; at < end; at += kChunkTokens)
-        spans_.push_back({blob_of(e), at, std::min<int32_t>(kChunkTokens, end - at)});
+        spans_.push_back(
+            {blob_of(e), static_cast<int32_t>(e), at, std::min<int32_t>(kChunkTokens, end - at)});
       next_[size_t(e) + 1] = end;
     }
     for (int64_t i = 0; i < tokens * a_.top_k; ++i) {
@@ -141,6 +143,12 @@ class Moe final : public Op {
     return job;
   }
 
+  // A span's expert's biases [experts, rows] from a channel on; null if there are none.
+  static const float* bias_of(const float* biases, const Span& span, int64_t rows,
+                              int64_t channel) {
+    return biases == nullptr ? nullptr : biases + span.expert * rows + channel;
+  }
+
   // One pair of gate or up tiles. Leaves rows of 32 floats even for a lone last tile.
   void run_pair(Worker& worker, const ExpertMatrix& m, const Span& span, int64_t pair,
                 const Activations& act, float* out) const {
@@ -158,7 +166,7 @@ class Moe final : public Op {
   // Intermediate channels of blocks [block, end) for one span. With few tokens several blocks of
   // gate are read before up: the longer a run of bytes, the more of it the hardware prefetches.
   void gate_up(Worker& worker, const Span& span, int64_t block, int64_t end) {
-    const MatrixKernels& kernels = isa().matrix;
+    const auto gate_quantize = isa().matrix.gate_quantize[static_cast<int>(a_.activation)];
     const int64_t size = span.count * kPairChannels;
     auto* gate = reinterpret_cast<float*>(worker.scratch() + kTileScratchBytes);
     float* up = gate + kChunkTokens * kPairChannels;
@@ -171,9 +179,14 @@ class Moe final : public Op {
         run_pair(worker, a_.up, span, block + i, up_act, up + i * size);
       for (int64_t i = 0; i < blocks; ++i) {
         const int64_t channel = (block + i) * kPairChannels;
-        const int64_t live = std::min(kPairChannels, a_.gate.matrix.rows - channel);
-        kernels.gate_quantize(gate + i * size, up + i * size, span.count, static_cast<int>(live),
-                              h_.view(), span.first, channel);
+        const int64_t rows = a_.gate.matrix.rows;
+        const GateBlock pair{.gate = gate + i * size,
+                             .up = up + i * size,
+                             .gate_bias = bias_of(a_.gate_bias, span, rows, channel),
+                             .up_bias = bias_of(a_.up_bias, span, rows, channel),
+                             .m = span.count,
+                             .n = static_cast<int>(std::min(kPairChannels, rows - channel))};
+        gate_quantize(pair, h_.view(), span.first, channel);
       }
     }
   }
@@ -188,7 +201,8 @@ class Moe final : public Op {
     const int64_t live = std::min(hidden, pair_end * kPairChannels) - first;
     float* sums = a_.out + first;
     int64_t ld = hidden;
-    if (tokens >= kCompactTokens && tokens * live <= kCompactFloats) {
+    const bool compact = tokens >= kCompactTokens && tokens * live <= kCompactFloats;
+    if (compact) {
       sums = result + kChunkTokens * kPairChannels;
       ld = live;
       if (a_.accumulate) copy_rows(a_.out + first, hidden, sums, live, tokens, live);
@@ -196,7 +210,7 @@ class Moe final : public Op {
     if (!a_.accumulate)
       for (int64_t t = 0; t < tokens; ++t) std::fill_n(sums + t * ld, live, 0.0f);
     add_experts(worker, pair, pair_end, sums, ld, result);
-    if (ld != hidden) copy_rows(sums, live, a_.out + first, hidden, tokens, live);
+    if (compact) copy_rows(sums, live, a_.out + first, hidden, tokens, live);
   }
 
   static void copy_rows(const float* from, int64_t from_ld, float* to, int64_t to_ld, int64_t rows,
@@ -218,6 +232,7 @@ class Moe final : public Op {
         const int64_t width = job.tiles * kTileChannels;
         kernels.combine(result, width, span.count,
                         static_cast<int>(std::min(width, a_.down.matrix.rows - channel)),
+                        bias_of(a_.down_bias, span, a_.down.matrix.rows, channel),
                         weight_.data() + span.first, token_.data() + span.first,
                         sums + channel - pair * kPairChannels, ld);
       }
@@ -235,6 +250,21 @@ class Moe final : public Op {
 };
 
 }  // namespace
+
+Activation activation_named(const std::string& name) {
+  static constexpr const char* kNames[] = {
+#define MOESTRO_ACTIVATION(kind, name, gate) name,
+#include "isa/activation.def"
+#undef MOESTRO_ACTIVATION
+  };
+  std::string known;
+  for (int i = 0; i < kActivationCount; ++i) {
+    if (name == kNames[i]) return static_cast<Activation>(i);
+    known += (i == 0 ? "" : ", ") + std::string(kNames[i]);
+  }
+  throw Error(ErrorKind::kUnsupportedOp,
+              "moe: no kernel for activation " + name + "; known: " + known);
+}
 
 std::unique_ptr<Op> make_moe(const MoeArgs& args, Rows rows) {
   return std::make_unique<Moe>(args, rows);

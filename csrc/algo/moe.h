@@ -2,10 +2,11 @@
 #pragma once
 
 #include <memory>
+#include <string>
 
 #include "algo/rows.h"
 #include "core/program.h"
-#include "formats/format.h"
+#include "isa/matrix_kernels.h"
 
 namespace moestro {
 
@@ -15,8 +16,6 @@ struct ExpertMatrix {
   int64_t offset;
 };
 
-enum class Activation { kSilu };
-
 struct MoeArgs {
   const float* x;        // [T, hidden]
   const int32_t* ids;    // [T, top_k]; below zero: skip
@@ -25,10 +24,16 @@ struct MoeArgs {
   const int64_t* pointers;  // [experts] address of each blob, 0 if it is not in memory
   int64_t experts;
   ExpertMatrix gate, up, down;
+  const float* gate_bias;  // [experts, intermediate] or null
+  const float* up_bias;    // [experts, intermediate] or null
+  const float* down_bias;  // [experts, hidden] or null
   Activation activation;
   float* out;  // [T, hidden]
   bool accumulate;
 };
+
+// Throws Error(kUnsupportedOp) listing the known names.
+Activation activation_named(const std::string& name);
 
 std::unique_ptr<Op> make_moe(const MoeArgs& args, Rows rows);
 

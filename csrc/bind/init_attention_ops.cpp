@@ -75,7 +75,7 @@ void write_kv(BoundProgram* program, Floats2 k, Floats2 v, Cache cache_k, Cache 
 
 void attention(BoundProgram* program, Floats2 q, Cache cache_k, Cache cache_v, Floats2 out,
                Ints1 positions, Ints1 slots, Ints2 page_table, Ints1 rows, int64_t heads,
-               float scale, int64_t window) {
+               float scale, int64_t window, std::optional<Floats1> sinks) {
   const PagedCache cache = paged_cache("attention", cache_k, cache_v);
   if (heads < 1 || heads % cache.kv_heads != 0)
     throw Error(ErrorKind::kUnsupportedOp, "attention: " + std::to_string(heads) +
@@ -85,16 +85,18 @@ void attention(BoundProgram* program, Floats2 q, Cache cache_k, Cache cache_v, F
   require_size("attention: out width", out.shape(1), heads * cache.head_dim);
   require_size("attention: out rows", out.shape(0), q.shape(0));
   require(window >= 0, "attention: window " + std::to_string(window) + " is negative");
+  if (sinks) require_size("attention: sinks", sinks->shape(0), heads);
   const AttentionArgs args{
       .q = q.data(),
       .out = out.data(),
       .cache = cache,
       .batch = ragged_batch("attention", positions, slots, page_table, q.shape(0)),
+      .sinks = sinks ? sinks->data() : nullptr,
       .heads = heads,
       .scale = scale,
       .window = window == 0 ? kNoWindow : std::min(window, kNoWindow)};
   submit(program, make_attention(args, make_rows(rows, q.shape(0))), q, cache_k, cache_v, out,
-         positions, slots, page_table, rows);
+         positions, slots, page_table, rows, sinks);
 }
 
 auto exact(const char* name) { return nb::arg(name).noconvert(); }
@@ -106,7 +108,8 @@ void init_attention_ops(nb::module_& m) {
         exact("cache_v"), exact("positions"), exact("slots"), exact("page_table"), exact("rows"));
   m.def("attention", &attention, nb::arg("program").none(), exact("q"), exact("cache_k"),
         exact("cache_v"), exact("out"), exact("positions"), exact("slots"), exact("page_table"),
-        exact("rows"), nb::kw_only(), nb::arg("heads"), nb::arg("scale"), nb::arg("window") = 0);
+        exact("rows"), nb::kw_only(), nb::arg("heads"), nb::arg("scale"), nb::arg("window") = 0,
+        exact("sinks").none() = nb::none());
 }
 
 }  // namespace moestro

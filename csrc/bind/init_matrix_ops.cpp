@@ -49,13 +49,18 @@ ExpertMatrix bind_expert(const MatrixTuple& t) {
   return {describe_matrix(std::get<0>(t), std::get<1>(t), std::get<2>(t)), std::get<3>(t)};
 }
 
+void require_bias(const std::string& what, const std::optional<Floats2>& bias, int64_t experts,
+                  int64_t channels) {
+  if (!bias) return;
+  require_size((what + " experts").c_str(), bias->shape(0), experts);
+  require_size((what + " channels").c_str(), bias->shape(1), channels);
+}
+
 void moe(BoundProgram* program, Floats2 x, Ints2 ids, Floats2 weights, Longs1 pointers,
          const std::vector<MatrixTuple>& projections, const std::string& activation, Floats2 out,
-         Ints1 rows, bool accumulate) {
+         Ints1 rows, std::optional<Floats2> gate_bias, std::optional<Floats2> up_bias,
+         std::optional<Floats2> down_bias, bool accumulate) {
   require_size("moe: projections", int64_t(projections.size()), 3);
-  if (activation != "silu")
-    throw Error(ErrorKind::kUnsupportedOp,
-                "moe: no kernel for activation " + activation + "; known: silu");
   const MoeArgs args{.x = x.data(),
                      .ids = ids.data(),
                      .weights = weights.data(),
@@ -65,7 +70,10 @@ void moe(BoundProgram* program, Floats2 x, Ints2 ids, Floats2 weights, Longs1 po
                      .gate = bind_expert(projections[0]),
                      .up = bind_expert(projections[1]),
                      .down = bind_expert(projections[2]),
-                     .activation = Activation::kSilu,
+                     .gate_bias = gate_bias ? gate_bias->data() : nullptr,
+                     .up_bias = up_bias ? up_bias->data() : nullptr,
+                     .down_bias = down_bias ? down_bias->data() : nullptr,
+                     .activation = activation_named(activation),
                      .out = out.data(),
                      .accumulate = accumulate};
   const int64_t hidden = x.shape(1), intermediate = args.gate.matrix.rows;
@@ -79,8 +87,11 @@ void moe(BoundProgram* program, Floats2 x, Ints2 ids, Floats2 weights, Longs1 po
   require_size("moe: ids rows", ids.shape(0), x.shape(0));
   require_size("moe: weights rows", weights.shape(0), x.shape(0));
   require_size("moe: weights width", weights.shape(1), ids.shape(1));
-  submit(program, make_moe(args, make_rows(rows, x.shape(0))), x, ids, weights, pointers, out,
-         rows);
+  require_bias("moe: gate_bias", gate_bias, args.experts, intermediate);
+  require_bias("moe: up_bias", up_bias, args.experts, intermediate);
+  require_bias("moe: down_bias", down_bias, args.experts, hidden);
+  submit(program, make_moe(args, make_rows(rows, x.shape(0))), x, ids, weights, pointers, out, rows,
+         gate_bias, up_bias, down_bias);
 }
 
 nb::ndarray<nb::numpy, float> decode(const std::string& format, Bytes1 data, int64_t rows,
@@ -105,7 +116,10 @@ void init_matrix_ops(nb::module_& m) {
   m.def("moe", &moe, nb::arg("program").none(), nb::arg("x").noconvert(),
         nb::arg("ids").noconvert(), nb::arg("weights").noconvert(), nb::arg("pointers").noconvert(),
         nb::arg("projections"), nb::arg("activation"), nb::arg("out").noconvert(),
-        nb::arg("rows").noconvert(), nb::kw_only(), nb::arg("accumulate") = false);
+        nb::arg("rows").noconvert(), nb::kw_only(),
+        nb::arg("gate_bias").noconvert().none() = nb::none(),
+        nb::arg("up_bias").noconvert().none() = nb::none(),
+        nb::arg("down_bias").noconvert().none() = nb::none(), nb::arg("accumulate") = false);
   m.def("decode", &decode, nb::arg("format"), nb::arg("data").noconvert(), nb::arg("rows"),
         nb::arg("cols"), "Decoded float32 [rows, cols], element by element.");
   m.def("format_names", &format_names);

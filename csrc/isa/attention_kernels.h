@@ -39,8 +39,9 @@ struct KvHead {
 
 // Consecutive tokens of one sequence x the query heads of one kv head; row = token * heads + head.
 struct QueryBlock {
-  const float* q;  // first token, first head; heads are adjacent
-  float* out;      // likewise
+  const float* q;      // first token, first head; heads are adjacent
+  float* out;          // likewise
+  const float* sinks;  // one per head, or null
   int64_t token_stride;
   int64_t position;  // of the first token
   int64_t window;    // keys a token sees at most, kNoWindow for all
@@ -81,7 +82,8 @@ struct AttentionKernels {
                  float* work, Partial out);
   // Joins one segment to those before it, for the rows that see it; segments ascending.
   void (*merge)(const QueryBlock& block, int head_dim, int64_t segment, Partial part, Partial into);
-  // block.out = part.out / part.sum
+  // block.out = part.out / part.sum, where a head's sink joins the sum as the score of one more key
+  // that has no value.
   void (*finish)(const QueryBlock& block, int head_dim, Partial part);
   // Stores k [head_dim] and v [head_dim] of one position.
   void (*store)(const KvHead& head, int64_t position, const float* k, const float* v);

@@ -50,16 +50,34 @@ struct TileJob {
 
 constexpr int64_t kTileScratchBytes = 128 * 1024;
 
+enum class Activation : uint8_t {
+#define MOESTRO_ACTIVATION(kind, name, gate) kind,
+#include "isa/activation.def"
+#undef MOESTRO_ACTIVATION
+  kCount
+};
+constexpr int kActivationCount = static_cast<int>(Activation::kCount);
+
+// 32 gate and 32 up channels of m tokens, with what is added to each channel first.
+struct GateBlock {
+  const float* gate;       // [m][32]
+  const float* up;         // [m][32]
+  const float* gate_bias;  // [n] or null
+  const float* up_bias;    // [n] or null
+  int m;
+  int n;  // live channels; the rest is padding
+};
+
 struct MatrixKernels {
   // Prepares channels [first, first + n) of activation row `row`; first is a multiple of 32.
   // Channels up to the next multiple of 32 are zero-filled.
   void (*quantize)(const float* x, int n, const Activations& act, int64_t row, int64_t first);
-  // silu(gate) * up of m rows of 32 channels (the last 32 - n of them padding), prepared into block
-  // first / 32 of activation rows row0...
-  void (*gate_quantize)(const float* gate, const float* up, int m, int n, const Activations& act,
-                        int64_t row0, int64_t first);
-  // out[index[i]][0..n) += weight[i] * x[i][0..n), x rows 32 apart or `ld`
-  void (*combine)(const float* x, int64_t ld, int m, int n, const float* weight,
+  // The activation of a block, prepared into block first / 32 of activation rows row0...
+  void (*gate_quantize[kActivationCount])(const GateBlock& block, const Activations& act,
+                                          int64_t row0, int64_t first);
+  // out[index[i]][0..n) += weight[i] * (x[i][0..n) + bias[0..n)), x rows `ld` apart; bias may be
+  // null
+  void (*combine)(const float* x, int64_t ld, int m, int n, const float* bias, const float* weight,
                   const int32_t* index, float* out, int64_t out_ld);
   void (*tiles[kFormatCount])(const TileJob& job);
   // Bytes summed, to measure the machine's read bandwidth.

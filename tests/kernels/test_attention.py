@@ -43,6 +43,7 @@ class Case:
         page_size: int = 16,
         dtype: torch.dtype = torch.float32,
         window: int = 0,
+        sinks: float | None = None,
     ) -> None:
         self.lengths, self.heads, self.head_dim, self.window = lengths, heads, head_dim, window
         random = torch.Generator().manual_seed(sum(lengths) + head_dim)
@@ -59,6 +60,7 @@ class Case:
         self.v = torch.randn(tokens, width, generator=random)
         self.q = torch.randn(min(tokens, 512), heads * head_dim, generator=random) * 2
         self.first_row = [0, *itertools.accumulate(lengths)]
+        self.sinks = None if sinks is None else sinks + torch.randn(heads, generator=random)
 
     def batch(self, parts: Sequence[tuple[int, int, int]]) -> tuple[Batch, list[int]]:
         """A batch of (slot, first position, end position) runs, and the rows of q, k, v in it."""
@@ -101,6 +103,7 @@ class Case:
             heads=self.heads,
             scale=self.head_dim**-0.5,
             window=self.window,
+            sinks=self.sinks,
         )
         return out
 
@@ -135,6 +138,41 @@ def test_against_the_reference_and_every_isa(
         assert torch.equal(results[0], results[-1]), isa
     # Probabilities sum to one: the error is that of a few hundred float32 roundings of values.
     torch.testing.assert_close(results[0], oracle, rtol=1e-5, atol=5e-6)
+
+
+@pytest.mark.parametrize("sinks", [-torch.inf, -1e30, -20.0, 0.0, 4.0, 80.0, 1e30])
+@pytest.mark.parametrize("window", [0, 1, 50])
+def test_sinks_against_the_reference_and_every_isa(sinks: float, window: int):
+    for shape in (SHAPES[2], SHAPES[3], SHAPES[6]):
+        case = Case([1, 1, 590], window=window, sinks=sinks, **shape)
+        case.write()
+        parts = [(2, 0, 3), (0, 0, 1), (2, 505, 530), (1, 0, 1), (2, 589, 590)]
+        oracle = case.attend(parts, ORACLE)
+        results = []
+        for isa in native.supported_isas():
+            native.set_isa(isa)
+            results.append(case.attend(parts))
+            assert torch.equal(results[0], results[-1]), isa
+        torch.testing.assert_close(results[0], oracle, rtol=1e-5, atol=5e-6)
+        if sinks < -1e20:  # nothing is taken, to the last bit
+            case.sinks = None
+            assert torch.equal(case.attend(parts), results[0])
+        if sinks > 1e20:
+            assert not results[0].any()
+
+
+@pytest.mark.parametrize("threads", [2, 5])
+@pytest.mark.parametrize("window", [0, 700])
+def test_bits_with_sinks_do_not_depend_on_batch_chunks_or_threads(threads: int, window: int):
+    case = Case([1300, 530], heads=6, kv_heads=2, head_dim=20, window=window, sinks=2.0)
+    case.write()
+    native.set_threads(1)
+    whole = case.attend()
+    native.set_threads(threads)
+    assert torch.equal(case.attend(), whole)
+    for first, end in itertools.pairwise([0, 1, 97, 513, 1299, 1300]):
+        assert torch.equal(case.attend([(0, first, end)]), whole[first:end]), (first, end)
+    assert torch.equal(case.attend([(1, 529, 530), (0, 1299, 1300)]), whole[[1829, 1299]])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -278,6 +316,8 @@ def test_shapes_are_checked():
         OPS.attention(q, case.cache, out, batch, heads=8, scale=1.0)
     with pytest.raises(InvalidRequest, match="window -1 is negative"):
         OPS.attention(q, case.cache, out, batch, heads=4, scale=1.0, window=-1)
+    with pytest.raises(InvalidRequest, match="sinks is 3, expected 4"):
+        OPS.attention(q, case.cache, out, batch, heads=4, scale=1.0, sinks=torch.zeros(3))
     halves = KvLayer(k=case.cache.k.half(), v=case.cache.v)
     with pytest.raises(InvalidRequest, match=r"cache\.k and cache\.v differ in dtype"):
         OPS.attention(q, halves, out, batch, heads=4, scale=1.0)

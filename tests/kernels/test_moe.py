@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import packed_cases as cases
@@ -12,8 +13,24 @@ from torch import Tensor
 from moestro import formats, native
 from moestro.core.errors import InvalidRequest, UnsupportedOp
 from moestro.memory.expert_bank import BlobLayout, ExpertBank
+from moestro.ops.contracts import ACTIVATIONS, ExpertBiases
 
 ISAS = native.supported_isas()
+
+
+def clamped_swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    gate, up = gate.clamp(max=7), up.clamp(-7, 7)
+    return gate * torch.sigmoid(1.702 * gate) * (up + 1)
+
+
+#: each activation's formula in the dtype of its arguments
+GATES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "silu": lambda gate, up: gate / (1 + torch.exp(-gate)) * up,
+    "gelu": lambda gate, up: gate * torch.special.ndtr(gate) * up,
+    "gelu_tanh": lambda gate, up: torch.nn.functional.gelu(gate, approximate="tanh") * up,
+    "relu": lambda gate, up: gate.clamp(min=0) * up,
+    "swiglu_oai": clamped_swiglu,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,11 +47,15 @@ class Case:
     ) -> Tensor:
         x = self.x[rows].contiguous()
         result = torch.zeros_like(x) if out is None else out
+        if (biases := self.bank.biases) is not None:
+            options |= {
+                "gate_bias": biases.gate, "up_bias": biases.up, "down_bias": biases.down
+            }  # fmt: skip
         native.core.moe(
             None, x, self.ids[rows].contiguous(), self.weights[rows].contiguous(),
             self.bank.pointers,
-            [(p.format_name, p.rows, p.cols, p.offset) for p in self.bank.projections], "silu",
-            result, cases.rows_of(x.shape[0]), **options,
+            [(p.format_name, p.rows, p.cols, p.offset) for p in self.bank.projections],
+            self.bank.activation, result, cases.rows_of(x.shape[0]), **options,
         )  # fmt: skip
         return result
 
@@ -45,12 +66,17 @@ class Case:
             for a in self.ids[t].argsort(stable=True).tolist():
                 if self.ids[t, a] < 0:
                     continue
-                gate, up, down = self.bank.expert(int(self.ids[t, a]))
+                e, biases = int(self.ids[t, a]), self.bank.biases
+                gate, up, down = self.bank.expert(e)
                 row = self.x[t : t + 1]
                 g = cases.multiplied(gate.format_name, row) @ gate.unpack().double().T
                 u = cases.multiplied(up.format_name, row) @ up.unpack().double().T
-                h = (g / (1 + torch.exp(-g)) * u).float()
+                if biases is not None:
+                    g, u = g + biases.gate[e], u + biases.up[e]
+                h = GATES[self.bank.activation](g, u).float()
                 y = cases.multiplied(down.format_name, h) @ down.unpack().double().T
+                if biases is not None:
+                    y = y + biases.down[e]
                 out[t] += float(self.weights[t, a]) * y[0]
         return out
 
@@ -64,17 +90,22 @@ def make(
     experts: int = 5,
     top_k: int = 2,
     seed: int = 0,
+    activation: str = "silu",
+    biased: bool = False,
 ) -> Case:
     generator = torch.Generator().manual_seed(seed)
     shapes = [(inter, hidden), (inter, hidden), (hidden, inter)]
     parts = [(n, r, c) for n, (r, c) in zip(names, shapes, strict=True)]
-    bank = ExpertBank(BlobLayout.plan(parts), experts)
+    bank = ExpertBank(BlobLayout.plan(parts), experts, activation=activation)
     for e in range(experts):
         packed = [
             formats.get(n).pack(torch.randn(r, c, generator=generator) / c**0.5)
             for n, r, c in parts
         ]
         bank.layout.fill(bank.blob(e), packed)
+    if biased:
+        gate, up, down = (torch.randn(experts, r, generator=generator) for r, _ in shapes)
+        bank.set_biases(ExpertBiases(gate=3 * gate, up=3 * up, down=down))
     scores = torch.rand(tokens, experts, generator=generator)
     weights, ids = scores.topk(top_k, dim=1)
     return Case(
@@ -141,6 +172,85 @@ def test_all_tokens_to_one_expert(isa: str, tokens: int) -> None:
         assert torch.equal(case.run(rows=slice(tokens - 1, tokens))[0], out[-1])
     with cases.running("scalar", 1):
         assert torch.equal(case.run(rows=slice(0, 2)), out[:2])
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize("hidden", [5, 32])
+def test_one_task_for_all_output_channels_of_many_tokens(hidden: int, accumulate: bool) -> None:
+    case = make(("f32",) * 3, tokens=40, hidden=hidden)
+    start = torch.randn(case.x.shape, generator=torch.Generator().manual_seed(1))
+    expected = case.expected() + (start if accumulate else 0)
+    assert close(case.run(out=start.clone(), accumulate=accumulate), expected, 1e-6)
+
+
+def test_every_activation_is_here() -> None:
+    assert tuple(GATES) == ACTIVATIONS
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_activations_and_biases(activation: str, biased: bool) -> None:
+    """Ragged channels (40 = 32 + 8, 100), so that the last block of a bias is a partial one."""
+    for name, tolerance in (("f32", 1e-6), ("int4-g32", 5e-3), ("k6", 5e-3)):
+        case = make(
+            (name,) * 3, tokens=19, hidden=100, inter=40, activation=activation, biased=biased
+        )
+        case.x.mul_(4)  # so that clamps are met
+        with cases.running("scalar", 1):
+            expected = case.run()
+        assert close(expected, case.expected(), tolerance), name
+        for isa in ISAS:
+            with cases.running(isa, 2):
+                assert torch.equal(case.run(), expected) or formats.get(name).is_float, (name, isa)
+                alone = [case.run(rows=slice(t, t + 1)) for t in range(19)]
+                assert torch.equal(torch.cat(alone), case.run()), (name, isa)
+        assert not torch.equal(make((name,) * 3, tokens=19, hidden=100, inter=40).run(), expected)
+
+
+def one_gate(activation: str, gate: Tensor, up: Tensor) -> Tensor:
+    """act(gate, up) of every pair, through experts of one channel whose weights are one."""
+    parts = [("f32", 1, 1)] * 3
+    bank = ExpertBank(BlobLayout.plan(parts), len(gate), activation=activation)
+    one = formats.get("f32").pack(torch.ones(1, 1))
+    for e in range(len(gate)):
+        bank.layout.fill(bank.blob(e), [one] * 3)
+    bank.set_biases(
+        ExpertBiases(gate=gate[:, None], up=up[:, None], down=torch.zeros(len(gate), 1))
+    )
+    case = Case(
+        bank=bank,
+        x=torch.zeros(len(gate), 1),
+        ids=torch.arange(len(gate), dtype=torch.int32)[:, None],
+        weights=torch.ones(len(gate), 1),
+    )
+    return case.run()[:, 0]
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_activations_over_their_range(activation: str) -> None:
+    """Float64 to 2e-6 of the result from -6 up, in the tail below by its absolute size; NaN stays,
+    and all instruction sets agree to the last bit."""
+    gate = torch.cat([torch.linspace(-30, 30, 301), torch.tensor([0.0, 1e-30, -1e-6, 6.9999, 7.0])])
+    up = torch.linspace(-9, 9, len(gate))[torch.randperm(len(gate))]
+    with cases.running("scalar", 1):
+        found = one_gate(activation, gate, up)
+    exact = GATES[activation](gate.double(), up.double())
+    error = (found.double() - exact).abs()
+    assert bool((error <= 2e-6 * exact.abs() + 1e-8 * (gate < -6)).all())
+    for isa in ISAS:
+        with cases.running(isa, 1):
+            assert torch.equal(one_gate(activation, gate, up), found), isa
+            odd = torch.tensor([torch.nan, 1.0, 3e38, -3e38])
+            result = one_gate(activation, odd, odd.flip(0))
+            assert result[0].isnan() and result[3].isnan() and not result[1].isnan(), isa
+
+
+def test_biases_of_the_wrong_shape_are_refused() -> None:
+    case = make(("f32",) * 3, tokens=2)
+    for name, experts, channels in (("gate", 5, 63), ("up", 4, 64), ("down", 5, 64)):
+        wrong = {f"{name}_bias": torch.zeros(experts, channels)}
+        with pytest.raises(InvalidRequest, match=rf"moe: {name}_bias (experts|channels) is"):
+            case.run(**wrong)
 
 
 def test_negative_ids_are_skipped() -> None:
@@ -211,9 +321,9 @@ def test_wrong_arguments_are_refused() -> None:
         case.run()
     projections = [(p.format_name, p.rows, p.cols, p.offset) for p in case.bank.projections]
     arguments = (case.x, case.ids, case.weights, case.bank.pointers)
-    with pytest.raises(UnsupportedOp, match="gelu"):
+    with pytest.raises(UnsupportedOp, match="activation relu2; known: silu, gelu, gelu_tanh, relu"):
         native.core.moe(
-            None, *arguments, projections, "gelu", torch.zeros_like(case.x), cases.rows_of(2)
+            None, *arguments, projections, "relu2", torch.zeros_like(case.x), cases.rows_of(2)
         )
     with pytest.raises(InvalidRequest, match="down output channels"):
         wrong = [*projections[:2], ("int4-g32", 95, 64, 0)]

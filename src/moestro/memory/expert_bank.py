@@ -17,7 +17,7 @@ from moestro.core.errors import CheckpointError, InvalidRequest
 from moestro.core.units import format_bytes
 from moestro.formats.base import PackedWeight, round_up
 from moestro.memory.arena import aligned_buffer
-from moestro.ops.contracts import Ops, Projection
+from moestro.ops.contracts import ExpertBiases, Ops, Projection
 
 #: start of each projection in a blob, bytes: a vector load and a cache line
 PART_ALIGNMENT = 64
@@ -66,6 +66,7 @@ class ExpertBank:
     """All E experts of one layer; implements ``ops.contracts.ExpertTable``.
 
     ``buffer`` is uint8 [E * blob nbytes], 4096-aligned. Views handed out share its memory.
+    ``biases`` lie beside it: they are small, and every tier needs them.
     """
 
     def __init__(
@@ -86,6 +87,7 @@ class ExpertBank:
             )
         self.layout = layout
         self.activation = activation
+        self.biases: ExpertBiases | None = None
         self.name = name
         self.num_experts = num_experts
         self.pointers = self.buffer.data_ptr() + layout.nbytes * torch.arange(
@@ -100,6 +102,19 @@ class ExpertBank:
     @property
     def nbytes(self) -> int:
         return self.buffer.numel()
+
+    def set_biases(self, biases: ExpertBiases) -> None:
+        """Add these to every expert's products from now on. Raises CheckpointError for any that is
+        not float32 of the bank's own shape.
+        """
+        for name, part in zip(PROJECTION_NAMES, self.projections, strict=True):
+            found, shape = getattr(biases, name), (self.num_experts, part.rows)
+            if found.dtype != torch.float32 or tuple(found.shape) != shape:
+                raise CheckpointError(
+                    f"{self.name}: the {name} biases should be float32 {list(shape)}, but are "
+                    f"{str(found.dtype).removeprefix('torch.')} {list(found.shape)}"
+                )
+        self.biases = biases
 
     def blob(self, index: int) -> Tensor:
         """One expert's bytes, uint8 [layout.nbytes], as a view."""

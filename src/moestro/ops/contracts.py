@@ -48,10 +48,30 @@ class ExpertTable(Protocol):
     @property
     def projections(self) -> Sequence[Projection]: ...
     @property
-    def activation(self) -> str: ...
+    def activation(self) -> str:
+        """One of ``ACTIVATIONS``."""
+        ...
+
+    @property
+    def biases(self) -> ExpertBiases | None: ...
     def expert(self, index: int) -> tuple[Packed, Packed, Packed]:
         """(gate, up, down) of one expert, for the reference."""
         ...
+
+
+#: What an expert makes of gate and up. silu, gelu (with the exact normal distribution), gelu_tanh,
+#: relu: act(gate) * up (arXiv:2002.05202). swiglu_oai: g * sigmoid(1.702 g) * (u + 1) with
+#: g = min(gate, 7) and u = up clamped to -7..7.
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "swiglu_oai")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertBiases:
+    """What is added to each expert's products: gate, up float32 [E, I], down float32 [E, H]."""
+
+    gate: Tensor
+    up: Tensor
+    down: Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -223,10 +243,14 @@ class Ops(Protocol):
         heads: int,
         scale: float,
         window: int = 0,
+        sinks: Tensor | None = None,
     ) -> None:
         """Causal grouped-query attention of q [T, heads * head_dim] over the cached positions
         0..position of each token's own slot (only the last ``window`` of them if > 0);
         out [T, heads * head_dim]. The keys of this step must have been written before.
+
+        sinks: float32 [heads]; each joins its head's softmax as the score of one more key that has
+        no value (arXiv:2309.17453).
         """
         ...
 
@@ -256,7 +280,8 @@ class Ops(Protocol):
         accumulate: bool = False,
     ) -> None:
         """out[t] = (out[t] +) sum over a, in ascending expert id, of weights[t, a] *
-        down(act(gate(x[t])) * up(x[t])) of expert ids[t, a]; ids below zero are skipped.
+        down(act(gate(x[t]), up(x[t]))) of expert ids[t, a]; ids below zero are skipped. The experts
+        say which activation, and may have a bias on each product.
         """
         ...
 

@@ -8,9 +8,11 @@ raises InvalidRequest before anything is written.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
-from torch.nn.functional import silu
+from torch.nn.functional import gelu, relu, silu
 
 from moestro.core.errors import InvalidRequest, UnsupportedOp
 from moestro.ops.contracts import Batch, ExpertTable, KvLayer, Packed
@@ -136,6 +138,7 @@ class ReferenceOps(PythonOps):
         heads: int,
         scale: float,
         window: int = 0,
+        sinks: Tensor | None = None,
     ) -> None:
         n = live_rows(batch.rows, q, out, batch.positions, batch.slots)
         if heads % cache.kv_heads:
@@ -156,7 +159,11 @@ class ReferenceOps(PythonOps):
             hidden = context > at[:, None]
             if window > 0:
                 hidden |= context <= at[:, None] - window
-            probs = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+            scores = scores.masked_fill(hidden, -torch.inf)
+            if sinks is not None:
+                column = self._wide(sinks)[:, None, None].expand(heads, len(rows), 1)
+                scores = torch.cat([scores, column], dim=-1)
+            probs = scores.softmax(-1)[..., : len(context)]
             out[rows] = torch.einsum("htc,chd->thd", probs, values).flatten(1).float()
 
     def _gather_context(
@@ -196,8 +203,7 @@ class ReferenceOps(PythonOps):
         accumulate: bool = False,
     ) -> None:
         n = live_rows(rows, x, ids, weights, out)
-        if experts.activation != "silu":
-            raise UnsupportedOp(f"moe: activation {experts.activation!r}; the reference has silu")
+        activation, biases = activation_named(experts.activation), experts.biases
         chosen = ids[:n].long()
         count = experts.pointers.shape[0]
         require_range("expert id", chosen.clamp(min=0), count, "the layer's experts")
@@ -207,9 +213,15 @@ class ReferenceOps(PythonOps):
         for expert in sorted(set(chosen[chosen >= 0].tolist())):
             gate, up, down = (self._wide(part.unpack()) for part in experts.expert(expert))
             token, slot = (chosen == expert).nonzero(as_tuple=True)
-            hidden = silu(tokens[token] @ gate.T) * (tokens[token] @ up.T)
+            products = [tokens[token] @ gate.T, tokens[token] @ up.T]
+            if biases is not None:
+                products[0] += self._wide(biases.gate[expert])
+                products[1] += self._wide(biases.up[expert])
+            result = activation(*products) @ down.T
+            if biases is not None:
+                result += self._wide(biases.down[expert])
             share = self._wide(weights[:n])[token, slot, None]
-            total.index_add_(0, token, share * (hidden @ down.T))
+            total.index_add_(0, token, share * result)
         out[:n] = total
 
     @op
@@ -221,6 +233,28 @@ class ReferenceOps(PythonOps):
     def sigmoid(self, x: Tensor, rows: Tensor) -> None:
         n = live_rows(rows, x)
         x[:n] = self._wide(x[:n]).sigmoid()
+
+
+def swiglu_oai(gate: Tensor, up: Tensor) -> Tensor:
+    """The clamped SwiGLU of ``contracts.ACTIVATIONS``."""
+    gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
+    return gate * (1.702 * gate).sigmoid() * (up + 1)
+
+
+_GATES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "silu": lambda gate, up: silu(gate) * up,
+    "gelu": lambda gate, up: gelu(gate) * up,
+    "gelu_tanh": lambda gate, up: gelu(gate, approximate="tanh") * up,
+    "relu": lambda gate, up: relu(gate) * up,
+    "swiglu_oai": swiglu_oai,
+}
+
+
+def activation_named(name: str) -> Callable[[Tensor, Tensor], Tensor]:
+    """What an expert makes of (gate, up). Raises UnsupportedOp listing the known names."""
+    if name not in _GATES:
+        raise UnsupportedOp(f"moe: activation {name!r}; the reference has {', '.join(_GATES)}")
+    return _GATES[name]
 
 
 def live_rows(rows: Tensor, *buffers: Tensor) -> int:

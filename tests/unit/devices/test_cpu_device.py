@@ -17,7 +17,7 @@ from moestro.devices import cpu
 from moestro.devices.cpu.ops import CpuOps
 from moestro.formats.base import PackedWeight
 from moestro.machine import facts
-from moestro.ops.contracts import Projection
+from moestro.ops.contracts import ExpertBiases, Projection
 from moestro.ops.dispatch import OP_NAMES
 from moestro.ops.reference import ReferenceOps
 
@@ -101,6 +101,7 @@ class Bank:
 
     experts: list[tuple[PackedWeight, PackedWeight, PackedWeight]]
     activation: str = "silu"
+    biases: ExpertBiases | None = None
     blobs: list[Tensor] = field(init=False)
 
     def __post_init__(self) -> None:

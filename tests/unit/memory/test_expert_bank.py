@@ -7,6 +7,7 @@ from moestro import formats
 from moestro.core.errors import CheckpointError, InvalidRequest, OutOfBudget
 from moestro.devices.reference import ReferenceDevice
 from moestro.memory.expert_bank import BlobLayout, ExpertBank, aligned_buffer
+from moestro.ops.contracts import ExpertBiases
 
 
 def make_bank(names=("int4-g32", "int8-g32", "k6"), count=3, inter=40, hidden=300):
@@ -89,3 +90,20 @@ def test_forward_computes_the_chosen_experts():
                 hidden = torch.nn.functional.silu(gate @ x[t]) * (up @ x[t])
                 want += weights[t, slot] * (down @ hidden)
         assert torch.allclose(out[t], want, rtol=1e-4, atol=1e-4)
+
+
+def test_biases_must_fit_the_bank():
+    bank, _ = make_bank()
+    assert bank.biases is None
+    fitting = {"gate": (3, 40), "up": (3, 40), "down": (3, 300)}
+    for name, wrong in (("gate", (3, 41)), ("up", (2, 40)), ("down", (3, 40))):
+        shapes = {**fitting, name: wrong}
+        biases = ExpertBiases(**{k: torch.zeros(s) for k, s in shapes.items()})
+        with pytest.raises(CheckpointError, match=rf"the {name} biases should be float32 .*, but"):
+            bank.set_biases(biases)
+    half = ExpertBiases(**{k: torch.zeros(s).half() for k, s in fitting.items()})
+    with pytest.raises(CheckpointError, match="are float16"):
+        bank.set_biases(half)
+    biases = ExpertBiases(**{k: torch.ones(s) for k, s in fitting.items()})
+    bank.set_biases(biases)
+    assert bank.biases is biases

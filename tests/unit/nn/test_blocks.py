@@ -169,6 +169,34 @@ def test_attention_with_partial_rotary_and_norms(rotary_dim: int, qk_norm: bool)
     torch.testing.assert_close(out, want, rtol=1e-4, atol=1e-4)
 
 
+def test_attention_hands_its_sinks_and_window_to_the_op():
+    """One key of value 1 per head, so that the output is the share which the sink leaves it."""
+    heads, head_dim = 2, 4
+    q, k, v = (linear(heads * head_dim)[0] for _ in range(3))
+    o, _ = linear(heads * head_dim, heads * head_dim)
+    for proj in (q, k):
+        proj.weight.data.zero_()
+    v.weight.data.zero_()
+    v = Linear(weight=v.weight, bias=torch.ones(heads * head_dim))
+    rope = Rope.build(RopeConfig(theta=100.0, rotary_dim=head_dim), max_positions=3)
+    block = GroupedQueryAttention(
+        q_proj=q, k_proj=k, v_proj=v, o_proj=o, rope=rope, heads=heads, kv_heads=heads,
+        head_dim=head_dim, window=2, sinks=torch.tensor([0.0, 3.0]),
+    )  # fmt: skip
+    batch = Batch.allocate(tokens=3, slots=1, pages_per_slot=1, logits=1)
+    batch.positions.copy_(torch.arange(3))
+    batch.counts[0] = 3
+    cache = allocate_kv(
+        pages=1, page_size=16, kv_heads=heads, head_dim=head_dim, dtype=torch.float32
+    )
+    buffers, x = buffers_of(block, 3), torch.randn(3, HIDDEN)
+    block.forward(OPS, x, torch.zeros(3, heads * head_dim), batch, cache, buffers)
+    mixed = buffers[Scratch("attention.mixed", heads * head_dim)]
+    for t, seen in enumerate((1, 2, 2)):
+        shares = seen / (seen + torch.tensor([0.0, 3.0]).exp())
+        torch.testing.assert_close(mixed[t], shares.repeat_interleave(head_dim))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_kv_cache_layout(dtype: torch.dtype):
     cache = allocate_kv(pages=3, page_size=32, kv_heads=2, head_dim=10, dtype=dtype)

@@ -13,7 +13,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from moestro import formats
 from moestro.core.errors import InvalidRequest, UnsupportedOp
 from moestro.formats.base import PackedWeight
-from moestro.ops.contracts import Batch, KvLayer
+from moestro.ops.contracts import ACTIVATIONS, Batch, ExpertBiases, KvLayer
 from moestro.ops.reference import ReferenceOps
 
 OPS = ReferenceOps()
@@ -47,6 +47,7 @@ class Experts:
     up: Tensor
     down: Tensor
     activation: str = "silu"
+    biases: ExpertBiases | None = None
     projections: tuple = field(default=())
 
     @property
@@ -229,6 +230,29 @@ def test_attention_is_causal_softmax_over_the_slot(heads: int, kv_heads: int, wi
     assert torch.equal(out[4], torch.full_like(out[4], 9.0))
 
 
+@pytest.mark.parametrize("window", [0, 5])
+@pytest.mark.parametrize("level", [-torch.inf, -50.0, 0.0, 3.0, 1e4])
+def test_attention_sinks_take_their_share_of_the_softmax(level: float, window: int):
+    heads, head_dim, context = 4, 8, 21
+    cache, table = cache_of(2, 2, 16, head_dim), torch.tensor([[1, 0]])
+    k, v, q = torch.randn(context, 16), torch.randn(context, 16), torch.randn(context, 32)
+    batch = batch_of(torch.arange(context), torch.zeros(context), table, live=context)
+    OPS.write_kv(k, v, cache, batch)
+    sinks, out = level + torch.randn(heads), torch.zeros(context, 32)
+    OPS.attention(q, cache, out, batch, heads=heads, scale=0.5, window=window, sinks=sinks)
+    for t in range(context):
+        first = max(0, t + 1 - window) if window else 0
+        for h in range(heads):
+            at = slice(8 * (h // 2), 8 * (h // 2) + 8)
+            keys = k[first : t + 1, at].double()
+            scores = keys @ q[t, 8 * h : 8 * h + 8].double() * 0.5
+            peak = max(float(scores.max()), float(sinks[h]))
+            shares = (scores - peak).exp()
+            total = shares.sum() + math.exp(float(sinks[h]) - peak)
+            want = (shares / total) @ v[first : t + 1, at].double()
+            torch.testing.assert_close(out[t, 8 * h : 8 * h + 8], want.float())
+
+
 def test_attention_refuses_heads_that_do_not_share():
     cache, batch = cache_of(1, 2, 16, 4), batch_of(ints(0), ints(0), torch.tensor([[0]]), live=1)
     q = torch.zeros(1, 12)
@@ -261,9 +285,49 @@ def test_route_ties_go_to_the_lower_id():
         OPS.route(logits[:, :3], ids, weights, count(1), normalize=True)
 
 
+def gated(activation: str, g: float, u: float) -> float:
+    """The activations' formulas, one number at a time."""
+    if activation == "swiglu_oai":
+        g, u = min(g, 7.0), max(-7.0, min(u, 7.0))
+        return g / (1 + math.exp(-1.702 * g)) * (u + 1)
+    act = {
+        "silu": g / (1 + math.exp(-g)),
+        "gelu": g * (1 + math.erf(g / math.sqrt(2))) / 2,
+        "gelu_tanh": g * (1 + math.tanh(math.sqrt(2 / math.pi) * (g + 0.044715 * g**3))) / 2,
+        "relu": max(g, 0.0),
+    }
+    return act[activation] * u
+
+
 def expert_output(experts: Experts, e: int, x: Tensor) -> Tensor:
     gate, up = experts.gate[e].double() @ x.double(), experts.up[e].double() @ x.double()
-    return experts.down[e].double() @ (gate / (1 + torch.exp(-gate)) * up)
+    if experts.biases is not None:
+        gate, up = gate + experts.biases.gate[e], up + experts.biases.up[e]
+    pairs = zip(gate.tolist(), up.tolist(), strict=True)
+    hidden = torch.tensor([gated(experts.activation, g, u) for g, u in pairs]).double()
+    out = experts.down[e].double() @ hidden
+    return out if experts.biases is None else out + experts.biases.down[e]
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_moe_activations_and_biases(activation: str, biased: bool):
+    experts = Experts(
+        3 * torch.randn(4, 7, 6), 4 * torch.randn(4, 7, 6), torch.randn(4, 6, 7), activation
+    )
+    if biased:
+        experts.biases = ExpertBiases(
+            gate=5 * torch.randn(4, 7), up=5 * torch.randn(4, 7), down=torch.randn(4, 6)
+        )
+    x, weights, out = torch.randn(3, 6), torch.rand(3, 2), torch.zeros(3, 6)
+    ids = torch.tensor([[2, 0], [3, -1], [1, 2]], dtype=torch.int32)
+    want = torch.zeros(3, 6, dtype=torch.float64)
+    for t in range(3):
+        for a in range(2):
+            if ids[t, a] >= 0:
+                want[t] += weights[t, a] * expert_output(experts, int(ids[t, a]), x[t])
+    OPS.moe(x, ids, weights, experts, out, count(3))
+    torch.testing.assert_close(out, want.float(), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("accumulate", [False, True])
@@ -288,8 +352,8 @@ def test_moe_refuses_unknown_experts_and_activations():
     x, weights, out = torch.randn(1, 4), torch.ones(1, 1), torch.zeros(1, 4)
     with pytest.raises(InvalidRequest, match=r"expert id 2 .* 0\.\.1"):
         OPS.moe(x, torch.tensor([[2]], dtype=torch.int32), weights, experts, out, count(1))
-    experts.activation = "gelu"
-    with pytest.raises(UnsupportedOp, match="'gelu'"):
+    experts.activation = "relu2"
+    with pytest.raises(UnsupportedOp, match="'relu2'; the reference has silu, gelu,"):
         OPS.moe(x, torch.tensor([[0]], dtype=torch.int32), weights, experts, out, count(1))
     assert not out.any()
 

@@ -168,6 +168,7 @@ class CpuOps:
         heads: int,
         scale: float,
         window: int = 0,
+        sinks: Tensor | None = None,
     ) -> None:
         core.attention(
             self._program,
@@ -182,6 +183,7 @@ class CpuOps:
             heads=heads,
             scale=scale,
             window=window,
+            sinks=sinks,
         )
 
     def route(
@@ -208,6 +210,7 @@ class CpuOps:
     ) -> None:
         if self._recording.program is not None:
             self._recording.program.keep(experts)
+        biases = experts.biases
         core.moe(
             self._program,
             x,
@@ -218,6 +221,9 @@ class CpuOps:
             experts.activation,
             out,
             rows,
+            gate_bias=None if biases is None else biases.gate,
+            up_bias=None if biases is None else biases.up,
+            down_bias=None if biases is None else biases.down,
             accumulate=accumulate,
         )
 
