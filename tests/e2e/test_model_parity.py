@@ -70,6 +70,27 @@ def packed(source: Callable[[PreTrainedModel, Path], Path]):
     return write
 
 
+def changed(change: Callable[[str, Tensor], Tensor], source: Any = tiny_models.write_safetensors):
+    """The model with ``change(name, weight)`` for each of its weights."""
+
+    def write(model: PreTrainedModel, folder: Path) -> Path:
+        with torch.no_grad():
+            for name, weight in model.named_parameters():
+                weight.copy_(change(name, weight))
+        return source(model, folder)
+
+    return write
+
+
+def moved_sinks(by: float):
+    return changed(lambda name, weight: weight + by if name.endswith("sinks") else weight)
+
+
+def wide_experts(name: str, weight: Tensor) -> Tensor:
+    """So wide that gate and up meet their limits."""
+    return 6 * weight if ".experts.gate_up" in name else weight
+
+
 LINEAR = {"rope_type": "linear", "factor": 4.0}
 BANDS = {
     "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
@@ -86,6 +107,7 @@ MAIN = [
     case("qwen2_moe", "qwen2_moe"),
     case("qwen3_moe", "qwen3_moe"),
     case("mixtral-window", "mixtral", sliding_window=20),
+    case("gpt_oss", "gpt_oss"),
 ]
 #: fed one-shot and in chunks
 VARIANTS = [
@@ -122,6 +144,27 @@ VARIANTS = [
     case("qwen3-moe-tied", "qwen3_moe", tie_word_embeddings=True),
     case("qwen3-moe-fused", "qwen3_moe", tiny_models.write_fused),
     case("qwen3-moe-yarn", "qwen3_moe", rope_parameters=YARN),
+    case("gpt-oss-clamped", "gpt_oss", changed(wide_experts)),
+    case("gpt-oss-sinks-rule", "gpt_oss", moved_sinks(30.0)),
+    case("gpt-oss-sinks-vanish", "gpt_oss", moved_sinks(-200.0)),
+    case("gpt-oss-window-1", "gpt_oss", sliding_window=1),
+    case("gpt-oss-window-16", "gpt_oss", sliding_window=16),
+    case("gpt-oss-all-full", "gpt_oss", layer_types=["full_attention"] * 2),
+    case("gpt-oss-full-first", "gpt_oss", layer_types=["full_attention", "sliding_attention"]),
+    case("gpt-oss-three-layers", "gpt_oss", num_hidden_layers=3),
+    case("gpt-oss-no-attention-bias", "gpt_oss", attention_bias=False),
+    case("gpt-oss-top-1", "gpt_oss", num_experts_per_tok=1),
+    case("gpt-oss-all", "gpt_oss", num_experts_per_tok=5),
+    case("gpt-oss-one-expert", "gpt_oss", num_local_experts=1, num_experts_per_tok=1),
+    case("gpt-oss-heads-not-shared", "gpt_oss", num_key_value_heads=4),
+    case("gpt-oss-tied", "gpt_oss", tie_word_embeddings=True),
+    case("gpt-oss-plain-rope", "gpt_oss", rope_parameters={"rope_type": "default",
+                                                           "rope_theta": 1e4}),
+    case("gpt-oss-yarn-truncated", "gpt_oss", rope_parameters={**YARN, "rope_theta": 150000.0}),
+    case("gpt-oss-default-rope", "gpt_oss", rope_parameters=None, max_position_embeddings=4096),
+    case("gpt-oss-packed", "gpt_oss", packed(tiny_models.write_safetensors)),
+    case("gpt-oss-gguf", "gpt_oss", gguf_file),
+    case("gpt-oss-gguf-packed", "gpt_oss", packed(gguf_file)),
     case("llama-gguf", "llama", gguf_file),
     case("llama-gguf-tied", "llama", gguf_file, tie_word_embeddings=True),
     case("llama-gguf-bias", "llama", gguf_file, attention_bias=True),

@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from moestro import models
 
 GGUF_ARCHITECTURES = {
+    "gpt_oss": "gpt-oss",
     "llama": "llama",
     "mixtral": "llama",
     "qwen2_moe": "qwen2moe",
@@ -107,6 +108,9 @@ def _add_metadata(writer: gguf.GGUFWriter, config: Any) -> None:
         writer.add_expert_feed_forward_length(config.moe_intermediate_size)
     if hasattr(config, "shared_expert_intermediate_size"):
         writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
+    if config.model_type == "gpt_oss":
+        writer.add_expert_feed_forward_length(config.intermediate_size)
+        writer.add_sliding_window(config.sliding_window)
     rope = config.rope_parameters
     writer.add_rope_freq_base(rope["rope_theta"])
     if rope["rope_type"] in ("linear", "yarn"):
@@ -121,7 +125,10 @@ _GGUF_LAYER_NAMES = {
     "post_attention_layernorm.weight": "ffn_norm.weight",
     "self_attn.q_norm.weight": "attn_q_norm.weight",
     "self_attn.k_norm.weight": "attn_k_norm.weight",
+    "self_attn.sinks": "attn_sinks.weight",
     "mlp.gate.weight": "ffn_gate_inp.weight",
+    "mlp.router.weight": "ffn_gate_inp.weight",
+    "mlp.router.bias": "ffn_gate_inp.bias",
     "mlp.gate_proj.weight": "ffn_gate.weight",
     "mlp.up_proj.weight": "ffn_up.weight",
     "mlp.down_proj.weight": "ffn_down.weight",
@@ -151,6 +158,9 @@ def _gguf_tensors(model: PreTrainedModel, one_tensor_per_expert: bool) -> dict[s
                 named[_GGUF_NAMES[name]] = tensor
             continue
         _, _, layer, rest = name.split(".", 3)
+        if config.model_type == "gpt_oss" and (own := _gpt_oss_tensors(rest, tensor)):
+            named |= {f"blk.{layer}.{short}": value for short, value in own.items()}
+            continue
         if rest == "mlp.experts.gate_up_proj":
             gate, up = tensor.chunk(2, dim=1)
             named[f"blk.{layer}.ffn_gate_exps.weight"] = gate
@@ -164,6 +174,22 @@ def _gguf_tensors(model: PreTrainedModel, one_tensor_per_expert: bool) -> dict[s
     if config.rope_parameters["rope_type"] == "llama3":
         named["rope_freqs.weight"] = _rope_divisors(config)
     return _unstack(named) if one_tensor_per_expert else named
+
+
+def _gpt_oss_tensors(rest: str, tensor: Tensor) -> dict[str, Tensor]:
+    """What the converter turns around: gate and up taken apart, rows before columns."""
+    if rest == "mlp.experts.gate_up_proj":
+        gate, up = tensor[..., ::2].mT, tensor[..., 1::2].mT
+        return {"ffn_gate_exps.weight": gate, "ffn_up_exps.weight": up}
+    if rest == "mlp.experts.gate_up_proj_bias":
+        return {"ffn_gate_exps.bias": tensor[:, ::2], "ffn_up_exps.bias": tensor[:, 1::2]}
+    if rest == "mlp.experts.down_proj":
+        return {"ffn_down_exps.weight": tensor.mT}
+    if rest == "mlp.experts.down_proj_bias":
+        return {"ffn_down_exps.bias": tensor}
+    if rest == "post_attention_layernorm.weight":
+        return {"post_attention_norm.weight": tensor}
+    return {}
 
 
 def _interleave_rope_rows(config: Any, rest: str, tensor: Tensor) -> Tensor:

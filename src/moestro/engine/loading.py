@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections import Counter
@@ -114,7 +115,7 @@ def weights_nbytes(checkpoint: Checkpoint, specs: list[WeightSpec], policy: Form
         if isinstance(source, ExpertsSource):
             total += source.layout.nbytes * source.num_experts
         elif source.format is None:
-            total += 4 * source.cols
+            total += 4 * math.prod(source.spec.shape)
         else:
             total += source.format.nbytes(source.rows, source.cols)
     return total

@@ -81,7 +81,8 @@ def _load_one(packer: Packer, source: Source) -> PackedWeight | Tensor:
 def _load_experts(
     packer: Packer, source: ExpertsSource, done: int, total: int, report: Progress
 ) -> ExpertBank:
-    bank = ExpertBank(source.layout, source.num_experts, name=source.spec.key)
+    spec = source.spec
+    bank = ExpertBank(source.layout, source.num_experts, activation=spec.activation, name=spec.key)
     for index in range(source.num_experts):
         bank.layout.fill(bank.blob(index), packer.expert(source, index))
         report(done + source.source_nbytes * (index + 1) // source.num_experts, total)

@@ -45,7 +45,7 @@ def load_packed(
     weights: dict[str, PackedWeight | Tensor | ExpertBank] = {}
     for spec, entry in wanted:
         if entry.kind == "experts":
-            weights[spec.key] = _load_experts(checkpoint, spec.key, entry, done, total, report)
+            weights[spec.key] = _load_experts(checkpoint, spec, entry, done, total, report)
         elif entry.kind == "matrix":
             weights[spec.key] = PackedWeight(
                 format=formats.get(entry.format_name),
@@ -108,14 +108,14 @@ def _layout(where: str, entry: PackedEntry) -> BlobLayout:
 
 def _load_experts(
     checkpoint: PackedCheckpoint,
-    key: str,
+    spec: WeightSpec,
     entry: PackedEntry,
     done: int,
     total: int,
     report: Callable[[int, int], None],
 ) -> ExpertBank:
-    count = entry.shape[0]
-    bank = ExpertBank(_layout(key, entry), count, name=key)
+    key, count = spec.key, entry.shape[0]
+    bank = ExpertBank(_layout(key, entry), count, activation=spec.activation, name=key)
     step = max(1, _READ_NBYTES // entry.blob_nbytes)
     for start in range(0, count, step):
         stop = min(start + step, count)

@@ -24,7 +24,7 @@ from moestro.formats.base import LANES, Format, require_finite
 from moestro.machine import facts
 from moestro.memory.expert_bank import PROJECTION_NAMES
 from moestro.memory.sources import ExpertsSource, Part, Source
-from moestro.memory.stored_rows import CodedRows, RawRows, StoredRows, to_float
+from moestro.memory.stored_rows import CodedRows, RawRows, StoredRows, TransposedRows, to_float
 
 # Weights that one thread packs at a time: 1 MiB as float32.
 _SLAB_ELEMENTS = 1 << 18
@@ -108,7 +108,7 @@ class Packer:
                 if info.name not in shared:
                     one = (index, index + 1) if part.stacked else None
                     shared[info.name] = self.checkpoint.read(info.name, one)
-                rows = RawRows(info.dtype, _fused_rows(shared[info.name], part), *shape)
+                rows = _stored_rows(shared[info.name], info.dtype, part)
             importance = self.importance.get(f"{source.spec.key}.{name}")
             if importance is not None and importance.dim() == 2:
                 importance = importance[index]
@@ -181,8 +181,10 @@ class Packer:
         return pairs.transpose(1, 2).reshape(-1)
 
 
-def _fused_rows(raw: Tensor, part: Part) -> Tensor:
-    """The bytes of this projection among those fused in one tensor's rows."""
+def _stored_rows(raw: Tensor, dtype: str, part: Part) -> StoredRows:
+    """The rows of this projection among those fused in one tensor."""
     index, count = part.fused
+    if part.transposed:
+        return TransposedRows(dtype, raw, part.cols, index=index, count=count)
     size = raw.numel() // count
-    return raw[index * size : (index + 1) * size]
+    return RawRows(dtype, raw[index * size : (index + 1) * size], part.rows, part.cols)

@@ -53,7 +53,8 @@ class Part:
     """One projection of all experts: E tensors, or one stacked tensor (then len(infos) is 1).
 
     ``fused``: (index, count) of this projection among those side by side in each expert's rows.
-    ``named``: as in Source.
+    ``named``: as in Source. ``transposed``: the tensor holds [cols, rows] of an expert, and fused
+    projections take turns.
     """
 
     infos: tuple[TensorInfo, ...]
@@ -62,6 +63,7 @@ class Part:
     format: Format
     fused: tuple[int, int] = (0, 1)
     named: bool = False
+    transposed: bool = False
 
     @property
     def stacked(self) -> bool:
@@ -147,30 +149,36 @@ class _Finder:
             raise ValueError(f"{spec.key}: the shape of experts is (E, intermediate, hidden)")
         _, intermediate, hidden = spec.shape
         sources = spec.expert_sources
-        fused = self._infos(spec, sources.gate_up, 2 * intermediate, hidden)
+        transposed = sources.layout == "interleaved_transposed"
+
+        def infos(names: tuple[str, ...], rows: int, cols: int) -> tuple[TensorInfo, ...]:
+            return self._infos(spec, names, (cols, rows) if transposed else (rows, cols))
+
+        fused = infos(sources.gate_up, 2 * intermediate, hidden)
         if fused:
             gate_up = [(fused, intermediate, hidden, (half, 2)) for half in (0, 1)]
         else:
             gate_up = [
-                (self._infos(spec, names, intermediate, hidden), intermediate, hidden, (0, 1))
+                (infos(names, intermediate, hidden), intermediate, hidden, (0, 1))
                 for names in (sources.gate, sources.up)
             ]
-        down = (self._infos(spec, sources.down, hidden, intermediate), hidden, intermediate, (0, 1))
+        down = (infos(sources.down, hidden, intermediate), hidden, intermediate, (0, 1))
         before = len(self.missing)
         if not fused:
             self._note_missing(spec, sources.gate + sources.gate_up, gate_up[0][0])
-            self._note_missing(spec, sources.up, gate_up[1][0])
+            if sources.up:
+                self._note_missing(spec, sources.up, gate_up[1][0])
         self._note_missing(spec, sources.down, down[0])
         if len(self.missing) > before or not all(infos for infos, *_ in [*gate_up, down]):
             return None
         gate, up, last = (
-            self._part(spec, name, *found)
+            self._part(spec, name, *found, transposed=transposed)
             for name, found in zip(PROJECTION_NAMES, [*gate_up, down], strict=True)
         )
         return ExpertsSource(spec=spec, parts=(gate, up, last))
 
     def _infos(
-        self, spec: WeightSpec, candidates: tuple[str, ...], rows: int, cols: int
+        self, spec: WeightSpec, candidates: tuple[str, ...], shape: tuple[int, int]
     ) -> tuple[TensorInfo, ...]:
         """Infos of the first candidate that is there: E of them, or one stacked, or none."""
         count = spec.shape[0]
@@ -178,7 +186,7 @@ class _Finder:
             if "{e}" not in name:
                 if name in self.names:
                     info = self.checkpoint.info(name)
-                    self._require_shape(info, (count, rows, cols))
+                    self._require_shape(info, (count, *shape))
                     return (info,)
                 continue
             present = [name.format(e=e) for e in range(count) if name.format(e=e) in self.names]
@@ -196,7 +204,7 @@ class _Finder:
                 return ()
             infos = tuple(self.checkpoint.info(n) for n in present)
             for info in infos:
-                self._require_shape(info, (rows, cols))
+                self._require_shape(info, shape)
             return infos
         return ()
 
@@ -218,8 +226,15 @@ class _Finder:
         rows: int,
         cols: int,
         fused: tuple[int, int],
+        *,
+        transposed: bool,
     ) -> Part:
         key = f"{spec.key}.{projection}"
+        if transposed and infos[0].dtype not in FLOAT_TYPES:
+            raise UnsupportedFormat(
+                f"{self.checkpoint.path}: {infos[0].name} holds transposed experts of type "
+                f"{infos[0].dtype}; transposed ones are read from {', '.join(FLOAT_TYPES)}"
+            )
         wanted = {self._format(key, spec.role, info).name for info in infos}
         if len(wanted) > 1:
             types = ", ".join(sorted({info.dtype for info in infos}))
@@ -235,6 +250,7 @@ class _Finder:
             format=format_,
             fused=fused,
             named=self._named(key, spec.role, infos[0]),
+            transposed=transposed,
         )
 
     def _named(self, key: str, role: str, info: TensorInfo) -> bool:

@@ -1,16 +1,18 @@
 """A matrix as it lies in a checkpoint, ready to be packed by ranges of output channels.
 
-Two kinds: bytes of one tensor, row by row, and codes with scales that a quantized checkpoint keeps
-in several tensors. Each says which formats hold it without loss, packs into these, and decodes for
-all others. By numpy, because torch would start threads of its own in each of the packing ones.
+Bytes of one tensor, row by row or column by column, or codes with scales that a quantized
+checkpoint keeps in several tensors. Each says which formats hold it without loss, packs into these,
+and decodes for all others. By numpy, because torch would start threads of its own in each of the
+packing ones.
 """
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from moestro import formats
@@ -40,17 +42,31 @@ class RawRows:
 
     def __init__(self, dtype: str, raw: Tensor, rows: int, cols: int) -> None:
         self.dtype, self.cols = dtype, cols
-        self._raw = raw.view(rows, -1)
+        self._rows: NDArray[Any] = raw.view(rows, -1).numpy()
 
     def exact(self, format_: Format) -> bool:
         return self.dtype in format_.exact_from
 
     def pack(self, format_: Format, start: int, stop: int) -> Tensor:
-        raw = self._raw[start:stop].reshape(-1)
-        return format_.pack_exact(self.dtype, raw, stop - start, self.cols)
+        return format_.pack_exact(self.dtype, self._bytes(start, stop), stop - start, self.cols)
 
     def floats(self, start: int, stop: int) -> Tensor:
-        return to_float(self.dtype, self._raw[start:stop].reshape(-1), stop - start, self.cols)
+        return to_float(self.dtype, self._bytes(start, stop), stop - start, self.cols)
+
+    def _bytes(self, start: int, stop: int) -> Tensor:
+        contiguous = np.ascontiguousarray(self._rows[start:stop])
+        return torch.from_numpy(contiguous.view(np.uint8).reshape(-1))
+
+
+class TransposedRows(RawRows):
+    """``raw``: the bytes (uint8) of K rows of float numbers, of which every ``count``-th from
+    ``index`` on belongs to one of the N channels.
+    """
+
+    def __init__(self, dtype: str, raw: Tensor, cols: int, *, index: int, count: int) -> None:
+        self.dtype, self.cols = dtype, cols
+        elements = raw.numpy().view(f"i{FLOAT_TYPES[dtype]}").reshape(cols, -1)
+        self._rows = elements[:, index::count].T
 
 
 class CodedRows:

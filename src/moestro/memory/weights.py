@@ -26,6 +26,7 @@ class WeightSpec:
     unpermute_heads: for GGUF llama-family q/k: number of heads whose rows are interleaved and must
     be brought back to the half-rotation order (0: leave).
     optional: absent is fine (the key is then missing from the loaded weights).
+    activation: of experts, one of ``ops.contracts.ACTIVATIONS``.
     """
 
     key: str
@@ -37,6 +38,7 @@ class WeightSpec:
     unpermute_heads: int = 0
     optional: bool = False
     layer: int = -1
+    activation: str = "silu"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,9 +48,12 @@ class ExpertSources:
     gate, up, down: per-expert names (with ``{e}``) of [I, H], [I, H], [H, I], or stacked names
     (without) of [E, I, H], [E, I, H], [E, H, I].
     gate_up: fused names, stacked [E, 2I, H] with gate first.
+    layout: ``rows`` as above. ``interleaved_transposed``: fused [E, H, 2I], gate and up channels
+    alternating, and down [E, I, H], of float numbers only.
     """
 
     gate: tuple[str, ...] = ()
     up: tuple[str, ...] = ()
     down: tuple[str, ...] = ()
     gate_up: tuple[str, ...] = field(default=())
+    layout: Literal["rows", "interleaved_transposed"] = "rows"

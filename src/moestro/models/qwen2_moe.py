@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 from moestro.devices.base import Device
 from moestro.memory.weights import WeightSpec
 from moestro.models.common.build import Loaded, build_decoder
-from moestro.models.common.config import fields_from_gguf, fields_from_hf
+from moestro.models.common.config import fields_from_gguf, fields_from_hf, windows_from_hf
 from moestro.models.common.experts import (
     MoeConfig,
     build_feed_forward,
@@ -68,14 +68,11 @@ def _windows_from_hf(config: Reader, num_layers: int) -> tuple[int, ...]:
     if not config.flag("use_sliding_window", default=False):
         return (0,) * num_layers
     window = config.integer("sliding_window", default=4096, minimum=0)
-    kinds = config.get("layer_types")
-    if kinds is None:
-        last = config.integer("max_window_layers", default=28, minimum=0)
-        return tuple(window if n % 2 == 0 and n < last else 0 for n in range(num_layers))
-    known = {"sliding_attention": window, "full_attention": 0}
-    if len(kinds) != num_layers or not set(kinds) <= known.keys():
-        raise config.wrong("layer_types", kinds, f"{num_layers} of {', '.join(known)}")
-    return tuple(known[kind] for kind in kinds)
+    listed = windows_from_hf(config, num_layers, window)
+    if listed is not None:
+        return listed
+    last = config.integer("max_window_layers", default=28, minimum=0)
+    return tuple(window if n % 2 == 0 and n < last else 0 for n in range(num_layers))
 
 
 def claims_gguf(metadata: Mapping[str, Any]) -> bool:

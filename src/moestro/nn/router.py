@@ -15,7 +15,9 @@ from moestro.ops.contracts import Ops
 
 @dataclass(frozen=True, kw_only=True)
 class SoftmaxRouter:
-    """Softmax over all experts, then the top_k; their weights sum to one if ``normalize``."""
+    """Softmax over all experts, then the top_k; their weights sum to one if ``normalize``, which is
+    the same as a softmax over the top_k logits alone. ``gate`` may have a bias.
+    """
 
     gate: Linear
     top_k: int

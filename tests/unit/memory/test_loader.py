@@ -123,6 +123,39 @@ def test_fused_gate_and_up_have_gate_first(stacked):
     assert checkpoint.reads.count("gate_up" if stacked else "pair.0") == (EXPERTS if stacked else 1)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
+def test_transposed_experts_with_alternating_gate_and_up(dtype):
+    generator = torch.Generator().manual_seed(5)
+    pair = torch.randn(EXPERTS, HIDDEN, 2 * INTERMEDIATE, generator=generator).to(dtype)
+    down = torch.randn(EXPERTS, INTERMEDIATE, HIDDEN, generator=generator).to(dtype)
+    tensors = {"pair": pair, "down": down}
+    if dtype == torch.float64:
+        tensors = {k: ("F64", tuple(v.shape), v.view(-1).view(torch.uint8)) for k, v in
+                   tensors.items()}  # fmt: skip
+    spec = experts(gate_up=("pair",), down=("down",), layout="interleaved_transposed",
+                   activation="gelu")  # fmt: skip
+    policy = FormatPolicy.parse("f32" if dtype == torch.float64 else "")
+    bank = load(MemoryCheckpoint(tensors), spec, policy=policy)["layers.0.experts"]
+    assert bank.activation == "gelu"
+    for e in range(EXPERTS):
+        got = [part.unpack() for part in bank.expert(e)]
+        want = [pair[e, :, ::2].T, pair[e, :, 1::2].T, down[e].T]
+        assert all(torch.equal(g, w.float()) for g, w in zip(got, want, strict=True))
+
+
+def test_transposed_experts_are_checked():
+    spec = experts(gate_up=("pair",), down=("down",), layout="interleaved_transposed")
+    pair = torch.zeros(EXPERTS, HIDDEN, 2 * INTERMEDIATE)
+    with pytest.raises(CheckpointError, match=r"lacks 2 tensors that the model needs: pair, down"):
+        load(MemoryCheckpoint({"x": pair}), spec)
+    rows = {"pair": pair.mT.contiguous(), "down": torch.zeros(EXPERTS, INTERMEDIATE, HIDDEN)}
+    with pytest.raises(CheckpointError, match=r"pair should be \[3, 64, 64\] but is \[3, 65, 64\]"):
+        load(MemoryCheckpoint({**rows, "pair": torch.zeros(EXPERTS, 65, 64)}), spec)
+    blocks = ("Q8_0", (EXPERTS, HIDDEN, 2 * INTERMEDIATE), torch.zeros(0, dtype=torch.uint8))
+    with pytest.raises(UnsupportedFormat, match=r"pair holds transposed experts of type Q8_0"):
+        load(MemoryCheckpoint({**rows, "pair": blocks}), spec)
+
+
 def test_a_bank_of_one_expert_may_come_without_its_stacking_axis():
     singles = {f"only.{n}": v for n, v in zip(("gate", "up", "down"), expert_tensors().values(),
                                               strict=False)}  # fmt: skip

@@ -76,7 +76,9 @@ def matrix(
     return WeightSpec(key=key, kind="matrix", role=role, shape=(n, k), **more)  # type: ignore[arg-type]
 
 
-def experts(layer: int = 0, count: int = EXPERTS, **sources: tuple[str, ...]) -> WeightSpec:
+def experts(
+    layer: int = 0, count: int = EXPERTS, activation: str = "silu", **sources: Any
+) -> WeightSpec:
     prefix = f"layers.{layer}.experts"
     if not sources:
         sources = {
@@ -90,6 +92,7 @@ def experts(layer: int = 0, count: int = EXPERTS, **sources: tuple[str, ...]) ->
         shape=(count, INTERMEDIATE, HIDDEN),
         expert_sources=ExpertSources(**sources),
         layer=layer,
+        activation=activation,
     )
 
 

@@ -10,7 +10,7 @@ from moestro import models
 from moestro.core.errors import CheckpointError, UnsupportedArchitecture
 from moestro.nn.rope import BandScaling, LinearScaling, YarnScaling
 
-FAMILIES = ["llama", "mixtral", "qwen2_moe", "qwen3_moe"]
+FAMILIES = ["gpt_oss", "llama", "mixtral", "qwen2_moe", "qwen3_moe"]
 MOE = [name for name in FAMILIES if name != "llama"]
 
 GGUF = {
@@ -25,6 +25,7 @@ GGUF = {
 }
 GGUF_MOE = {**GGUF, "expert_count": 4, "expert_used_count": 2, "expert_feed_forward_length": 24}
 GGUF_FAMILIES = {
+    "gpt_oss": ("gpt-oss", {**GGUF_MOE, "attention.sliding_window": 7}),
     "llama": ("llama", GGUF),
     "mixtral": ("llama", GGUF_MOE),
     "qwen2_moe": ("qwen2moe", GGUF_MOE),
@@ -53,7 +54,8 @@ def from_gguf(model_type: str, *remove: str, **changes: Any):
 def test_families_are_found_by_file_name():
     assert sorted(models.families()) == FAMILIES
     with pytest.raises(
-        UnsupportedArchitecture, match=r"'gpt2' is not implemented; these are: llama, mixtral"
+        UnsupportedArchitecture,
+        match=r"'gpt2' is not implemented; these are: gpt_oss, llama, mixtral",
     ):
         models.family("gpt2")
     for name in ("spec", "common", "upcycle"):
@@ -163,6 +165,41 @@ def test_options_of_one_family():
 )
 def test_dense_layers(name: str, changes: dict[str, Any], dense: set[int]):
     assert from_hf(name, num_hidden_layers=5, **changes).dense_layers == dense
+
+
+def test_what_gpt_oss_assumes_and_refuses():
+    plain = from_hf("gpt_oss", "rope_parameters", max_position_embeddings=131072)
+    assert plain.rope.theta == 150000.0 and plain.context_length == 131072
+    assert plain.rope.scaling == YarnScaling(
+        factor=32.0, original_context=4096, attention_factor=plain.rope.scaling.attention_factor,
+        truncate=False,
+    )  # fmt: skip
+    assert plain.qkv_bias and plain.output_bias and plain.norm_topk_prob
+    bare = from_hf("gpt_oss", attention_bias=False)
+    assert not bare.qkv_bias and not bare.output_bias
+    assert from_hf("gpt_oss", "num_experts_per_tok").top_k == 4
+    assert from_hf("gpt_oss", "num_experts_per_tok", experts_per_token=3).top_k == 3
+    five = {"num_hidden_layers": 5}
+    assert from_hf("gpt_oss", **five).windows == (20, 0, 20, 0, 20)
+    assert from_hf("gpt_oss", "sliding_window", **five).windows == (128, 0, 128, 0, 128)
+    kinds = ["full_attention", "sliding_attention"]
+    assert from_hf("gpt_oss", layer_types=kinds).windows == (0, 20)
+    with pytest.raises(CheckpointError, match="layer_types"):
+        from_hf("gpt_oss", layer_types=kinds[:1])
+    for key, value in (("swiglu_limit", 10.0), ("swiglu_alpha", 1.0)):
+        with pytest.raises(UnsupportedArchitecture, match=f"{key} = {value}"):
+            from_hf("gpt_oss", **{key: value})
+
+
+def test_what_gpt_oss_gguf_does_not_say():
+    yarn = {"rope__scaling__type": "yarn", "rope__scaling__factor": 32.0}
+    config = from_gguf("gpt_oss", **yarn, block_count=3)
+    assert not config.rope.scaling.truncate
+    assert config.windows == (7, 0, 7)
+    with pytest.raises(CheckpointError, match="sliding_window is missing"):
+        from_gguf("gpt_oss", "attention.sliding_window")
+    with pytest.raises(UnsupportedArchitecture, match="expert_weights_norm = False"):
+        from_gguf("gpt_oss", expert_weights_norm=False)
 
 
 def test_sliding_windows():

@@ -13,9 +13,9 @@ from moestro import devices, formats, models
 from moestro.core.errors import CheckpointError, InvalidRequest, UnsupportedArchitecture
 from moestro.formats.base import PackedWeight
 from moestro.memory.expert_bank import BlobLayout, ExpertBank
-from moestro.memory.weights import WeightSpec
+from moestro.memory.weights import ExpertSources, WeightSpec
 
-FAMILIES = ["llama", "mixtral", "qwen2_moe", "qwen3_moe"]
+FAMILIES = ["gpt_oss", "llama", "mixtral", "qwen2_moe", "qwen3_moe"]
 F32 = formats.get("f32")
 
 
@@ -79,6 +79,8 @@ def test_every_weight_has_one_key_and_names_in_both_containers(name: str):
     assert len(set(keys)) == len(keys)
     assert keys[0] == "embed_tokens" and keys[-2:] == ["norm", "lm_head"]
     for spec in description.weights:
+        if spec.role == "experts" and name == "gpt_oss":
+            continue  # stored differently in each container, see below
         if spec.kind == "experts":
             sources = spec.expert_sources
             named = [sources.gate, sources.up, sources.down]
@@ -89,6 +91,40 @@ def test_every_weight_has_one_key_and_names_in_both_containers(name: str):
             assert any(c.startswith(("blk.", "token_embd", "output")) for c in candidates), spec.key
         in_layer = spec.key.startswith("layers.")
         assert spec.layer == (int(spec.key.split(".")[1]) if in_layer else -1)
+
+
+def test_experts_with_biases_in_both_containers():
+    in_safetensors = {s.key: s for s in tiny("gpt_oss").weights if s.role == "experts"}
+    at, key = "model.layers.1.mlp.experts", "layers.1.experts"
+    assert in_safetensors[key].expert_sources == ExpertSources(
+        gate_up=(f"{at}.gate_up_proj",), down=(f"{at}.down_proj",), layout="interleaved_transposed"
+    )
+    assert in_safetensors[f"{key}.gate_up_bias"].sources == (f"{at}.gate_up_proj_bias",)
+    assert in_safetensors[f"{key}.gate_up_bias"].shape == (5, 80)
+    assert in_safetensors[f"{key}.down_bias"].shape == (5, 48)
+    metadata = {k.replace("llama.", "gpt-oss."): v for k, v in GGUF.items()} | {
+        "general.architecture": "gpt-oss", "gpt-oss.expert_count": 4,
+        "gpt-oss.expert_used_count": 2, "gpt-oss.attention.sliding_window": 8,
+    }  # fmt: skip
+    specs = models.describe(Opened(metadata, "gguf")).weights
+    in_gguf = {s.key: s for s in specs if s.role == "experts"}
+    assert in_gguf[key].expert_sources == ExpertSources(
+        **{part: (f"blk.1.ffn_{part}_exps.weight",) for part in ("gate", "up", "down")}
+    )
+    for part in ("gate", "up", "down"):
+        assert in_gguf[f"{key}.{part}_bias"].sources == (f"blk.1.ffn_{part}_exps.bias",)
+    for found in (in_safetensors, in_gguf):
+        assert found[key].activation == "swiglu_oai"
+
+
+def test_biases_come_to_the_experts_they_belong_to():
+    description = tiny("gpt_oss")
+    weights = random_weights(description)
+    both = weights["layers.1.experts.gate_up_bias"]
+    models.build(description, weights, devices.get("reference"))
+    biases = weights["layers.1.experts"].biases
+    assert torch.equal(biases.gate, both[:, ::2]) and torch.equal(biases.up, both[:, 1::2])
+    assert torch.equal(biases.down, weights["layers.1.experts.down_bias"])
 
 
 def test_tied_models_have_no_head():

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from moestro.core.errors import CheckpointError
 from moestro.devices.base import Device
+from moestro.memory.expert_bank import ExpertBank
 from moestro.models.common.config import DecoderConfig
 from moestro.models.spec import ModelSpec, Weights
 from moestro.nn.attention import GroupedQueryAttention
@@ -22,7 +23,7 @@ from moestro.nn.linear import Linear
 from moestro.nn.mlp import Experts, FeedForward
 from moestro.nn.norm import RMSNorm
 from moestro.nn.rope import Rope
-from moestro.ops.contracts import Batch, KvLayer, Packed
+from moestro.ops.contracts import Batch, ExpertBiases, KvLayer, Packed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +71,19 @@ class Loaded:
         return cast(Tensor, self._get(key))
 
     def bank(self, key: str) -> Experts:
-        return cast(Experts, self._get(key))
+        """The experts and, if there are any, their biases (see ``weights.bias_specs``)."""
+        bank = cast(ExpertBank, self._get(key))
+        if self.has(f"{key}.down_bias"):
+            bank.set_biases(self._biases(key))
+        return bank
+
+    def _biases(self, key: str) -> ExpertBiases:
+        if self.has(f"{key}.gate_up_bias"):
+            both = self.vector(f"{key}.gate_up_bias")
+            gate, up = both[:, 0::2].contiguous(), both[:, 1::2].contiguous()
+        else:
+            gate, up = self.vector(f"{key}.gate_bias"), self.vector(f"{key}.up_bias")
+        return ExpertBiases(gate=gate, up=up, down=self.vector(f"{key}.down_bias"))
 
     def has(self, key: str) -> bool:
         return key in self._weights
@@ -112,6 +125,7 @@ def build_decoder(
             kv_heads=config.num_kv_heads,
             head_dim=config.head_dim,
             window=config.windows[n],
+            sinks=loaded.vector(f"{at}.attention.sinks") if config.attention_sinks else None,
         )
         return DecoderLayer(
             input_norm=norm(f"{at}.input_norm"),

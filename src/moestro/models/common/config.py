@@ -24,6 +24,7 @@ class DecoderConfig:
 
     model_type: ClassVar[str]
     qk_norm: ClassVar[bool] = False
+    attention_sinks: ClassVar[bool] = False
 
     vocab_size: int
     hidden_size: int
@@ -80,6 +81,17 @@ def fields_from_hf(
         "windows": (0,) * layers,
         "eos_token_ids": config.integers("eos_token_id"),
     }
+
+
+def windows_from_hf(config: Reader, num_layers: int, window: int) -> tuple[int, ...] | None:
+    """Each layer's window by ``layer_types``; None if the configuration does not list them."""
+    kinds = config.get("layer_types")
+    if kinds is None:
+        return None
+    known = {"sliding_attention": window, "full_attention": 0}
+    if len(kinds) != num_layers or not set(kinds) <= known.keys():
+        raise config.wrong("layer_types", kinds, f"{num_layers} of {', '.join(known)}")
+    return tuple(known[kind] for kind in kinds)
 
 
 # Options of GGUF metadata that change the computation, with the values that do not.

@@ -17,11 +17,12 @@ def weight_specs(
     feed_forward: Callable[[int], Sequence[WeightSpec]],
     *,
     gguf_interleaves_rope: bool = False,
+    gguf_second_norm: str = "ffn_norm",
 ) -> list[WeightSpec]:
     """All weights of a decoder; ``feed_forward(layer)`` gives those after each layer's norm.
 
     gguf_interleaves_rope: the family's GGUF files hold q and k rows in pair order, and may hold
-    rope frequency divisors.
+    rope frequency divisors. gguf_second_norm: what they call the norm after attention.
     """
     from_gguf = container == "gguf"
     hidden, vocab = config.hidden_size, config.vocab_size
@@ -38,8 +39,9 @@ def weight_specs(
         specs.append(norm_spec(layer, "input_norm", hidden, "input_layernorm", "attn_norm"))
         specs += _attention_specs(config, layer, from_gguf, from_gguf and gguf_interleaves_rope)
         specs.append(
-            norm_spec(layer, "post_attention_norm", hidden, "post_attention_layernorm", "ffn_norm")
-        )
+            norm_spec(layer, "post_attention_norm", hidden, "post_attention_layernorm",
+                      gguf_second_norm)
+        )  # fmt: skip
         specs += feed_forward(layer)
     specs.append(
         WeightSpec(key="norm", kind="vector", role="norm", shape=(hidden,),
@@ -102,6 +104,17 @@ def _attention_specs(
                     optional=from_gguf,
                 )
             )
+    if config.attention_sinks:
+        specs.append(
+            WeightSpec(
+                key=f"layers.{layer}.attention.sinks",
+                kind="vector",
+                role="attention",
+                shape=(config.num_heads,),
+                sources=sources(layer, "self_attn.sinks", "attn_sinks.weight"),
+                layer=layer,
+            )
+        )
     if config.qk_norm:
         for name in ("q_norm", "k_norm"):
             specs.append(
@@ -154,6 +167,38 @@ def router_spec(layer: int, shape: tuple[int, int], *hf: str) -> WeightSpec:
         ),
         layer=layer,
     )
+
+
+def bias_specs(
+    layer: int, shape: tuple[int, int, int], container: Container, hf: str
+) -> list[WeightSpec]:
+    """The biases of a layer's routed experts; ``Loaded.bank`` finds them by their keys.
+
+    shape: (experts, intermediate_size, hidden_size). In safetensors those of gate and up alternate
+    in one tensor, ``{hf}.gate_up_proj_bias``; in GGUF each has its own.
+    """
+    experts, intermediate, hidden = shape
+    names = {
+        "gate_up_bias": (2 * intermediate, f"model.layers.{layer}.{hf}.gate_up_proj_bias"),
+        "down_bias": (hidden, f"model.layers.{layer}.{hf}.down_proj_bias"),
+    }
+    if container == "gguf":
+        names = {
+            "gate_bias": (intermediate, f"blk.{layer}.ffn_gate_exps.bias"),
+            "up_bias": (intermediate, f"blk.{layer}.ffn_up_exps.bias"),
+            "down_bias": (hidden, f"blk.{layer}.ffn_down_exps.bias"),
+        }
+    return [
+        WeightSpec(
+            key=f"layers.{layer}.experts.{name}",
+            kind="vector",
+            role="experts",
+            shape=(experts, width),
+            sources=(source,),
+            layer=layer,
+        )
+        for name, (width, source) in names.items()
+    ]
 
 
 def routed_experts_spec(
