@@ -7,11 +7,13 @@ channel, one of ``qzeros`` consecutive output channels of one group, lowest bits
 stores the zero point minus one. AWQ (AutoAWQ, gemm): a word holds eight output channels, the one at
 bit 4 i being number 0, 2, 4, 6, 1, 3, 5, 7 of them for i = 0 ... 7. compressed-tensors
 (pack-quantized): a word holds consecutive input channels; codes and zero points are signed, plus
-2^(bits-1) when packed; packed zero points go along the output channels.
+2^(bits-1) when packed; packed zero points go along the output channels. 8-bit floats: e4m3 bytes
+with a scale per block, channel or tensor.
 """
 
 from __future__ import annotations
 
+import bisect
 import random
 from dataclasses import dataclass
 
@@ -57,6 +59,10 @@ class Quantized:
 
 def half(x: float) -> float:
     return float(torch.tensor(x, dtype=torch.float16))
+
+
+def single(x: float) -> float:
+    return float(torch.tensor(x, dtype=torch.float32))
 
 
 def any_codes(
@@ -178,6 +184,74 @@ def signed_bytes(q: Quantized, *, scale_type: torch.dtype = torch.bfloat16) -> d
         "weight": torch.tensor([[c - 128 for c in row] for row in q.codes], dtype=torch.int8),
         "weight_scale": torch.tensor(q.scales).to(scale_type),
     }
+
+
+def e4m3(code: int) -> float:
+    """Sign, 4 bits of exponent with bias 7, 3 bits of mantissa; no infinities."""
+    exponent, mantissa = code >> 3 & 15, code & 7
+    magnitude = (8 + mantissa) * 2.0 ** (exponent - 10) if exponent else mantissa * 2.0**-9
+    return -magnitude if code >> 7 else magnitude
+
+
+E4M3 = {e4m3(code): code for code in range(127)}
+
+
+@dataclass
+class Floats8:
+    """value[n][k] = scales[n // block[0]][k // block[1]] * e4m3(codes[n][k])."""
+
+    codes: list[list[int]]
+    scales: list[list[float]]
+    block: tuple[int, int]
+
+    def floats(self) -> Tensor:
+        """float32 [N, K], each rounded once."""
+        rows, cols = self.block
+        return torch.tensor(
+            [
+                [self.scales[n // rows][k // cols] * e4m3(code) for k, code in enumerate(row)]
+                for n, row in enumerate(self.codes)
+            ],
+            dtype=torch.float64,
+        ).float()
+
+    def tensors(self, scale_name: str, scale_type: torch.dtype) -> dict[str, Tensor]:
+        codes = torch.tensor(self.codes, dtype=torch.uint8).view(torch.float8_e4m3fn)
+        return {"weight": codes, scale_name: torch.tensor(self.scales).to(scale_type)}
+
+
+def any_floats8(rows: int, cols: int, *, block: tuple[int, int], seed: int = 0) -> Floats8:
+    """Random bytes but NaN, subnormals and both zeros among them, float32 scales."""
+    rng = random.Random(seed)
+    finite = [code for code in range(256) if code & 127 != 127]
+    codes = [[rng.choice(finite) for _ in range(cols)] for _ in range(rows)]
+    codes[0][:8] = [0, 1, 7, 8, 126, 128, 135, 254]
+    scales = [[single(rng.uniform(1e-6, 3e-3)) for _ in range(-(-cols // block[1]))]
+              for _ in range(-(-rows // block[0]))]  # fmt: skip
+    return Floats8(codes, scales, block)
+
+
+def quantize_floats8(weight: Tensor, *, block: tuple[int, int]) -> Floats8:
+    """Round a float matrix to the nearest e4m3 numbers, block by block."""
+    values, (rows, cols) = weight.tolist(), block
+    magnitudes = sorted(E4M3)
+    scales = []
+    for n in range(0, len(values), rows):
+        line = []
+        for k in range(0, len(values[0]), cols):
+            part = [x for row in values[n : n + rows] for x in row[k : k + cols]]
+            line.append(single(max(map(abs, part)) / 448))
+        scales.append(line)
+
+    def code(x: float, scale: float) -> int:
+        target = abs(x) / scale
+        at = bisect.bisect(magnitudes, target)
+        near = min(magnitudes[max(at - 1, 0) : at + 1], key=lambda m: abs(m - target))
+        return E4M3[near] + (128 if x < 0 else 0)
+
+    codes = [[code(x, scales[n // rows][k // cols]) for k, x in enumerate(row)]
+             for n, row in enumerate(values)]  # fmt: skip
+    return Floats8(codes, scales, block)
 
 
 def gptq_config(*, bits: int, group: int, symmetric: bool, version: int = 1):

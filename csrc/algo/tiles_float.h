@@ -14,12 +14,18 @@ void multiply_float(const TileJob& job, int first_tile, int first_token) {
 #pragma GCC unroll 2
     for (int t = 0; t < kTiles; ++t) even[i][t] = odd[i][t] = f_zero();
   }
-  for (int64_t b = 0; b < job.blocks; ++b) {
+  // Without a header the tile is the block.
+  const int tile_blocks = Layout::kHeader == 0 ? 1 : job.tile_blocks;
+  const int64_t tile_bytes = Layout::kHeader == 0 ? Layout::kBlock : job.tile_bytes;
+  int64_t tile = 0;
+  for (int64_t b = 0, inside = 0; b < job.blocks; ++b) {
+    const int64_t block = tile + Layout::kHeader + inside * Layout::kBlock;
     for (int k = 0; k < kBlockChannels; k += 2) {
       F32 w[kTiles][2];
 #pragma GCC unroll 2
       for (int t = 0; t < kTiles; ++t)
-        load_pair(Layout{}, job.tile[first_tile + t] + b * Layout::kBlock, k, w[t][0], w[t][1]);
+        FloatTile<Layout>(job.tile[first_tile + t] + tile)
+            .pair(job.tile[first_tile + t] + block, k, w[t][0], w[t][1]);
 #pragma GCC unroll 16
       for (int i = 0; i < kTokens; ++i) {
         const F32 x0 = f_set1(x[i][b * kBlockChannels + k]);
@@ -30,6 +36,10 @@ void multiply_float(const TileJob& job, int first_tile, int first_token) {
           odd[i][t] = f_fma(w[t][1], x1, odd[i][t]);
         }
       }
+    }
+    if (++inside == tile_blocks) {
+      inside = 0;
+      tile += tile_bytes;
     }
   }
   float* out = job.out + int64_t{first_token} * kTileChannels * job.tiles;

@@ -29,6 +29,11 @@ inline float f16_to_f32(uint16_t h) {
   return std::bit_cast<float>(sign | ((exponent + 112u) << 23) | (mantissa << 13));
 }
 
+// e4m3 of finite numbers (no infinities; 0x7f and 0xff, which are NaN, are not looked for).
+inline float e4m3_to_f32(uint8_t b) {
+  return f16_to_f32(static_cast<uint16_t>((b & 0x80u) << 8 | (b & 0x7fu) << 7)) * 256.0f;
+}
+
 inline uint16_t f32_to_f16(float f) {
   const uint32_t u = std::bit_cast<uint32_t>(f);
   const uint16_t sign = static_cast<uint16_t>((u >> 16) & 0x8000u);

@@ -49,6 +49,11 @@ float element(FormatKind kind, const uint8_t* tile, int b, int k, int c) {
       std::memcpy(&h, block + 2 * (k / 2 * 32 + c * 2 + k % 2), 2);
       return bf16_to_f32(h);
     }
+    case FormatKind::kFp8: {
+      float scale;
+      std::memcpy(&scale, tile + 4 * c, 4);
+      return scale * e4m3_to_f32(block[k * 16 + c]);
+    }
     case FormatKind::kInt8:
       return half_at(tile, c) * static_cast<float>(block[k / 4 * 64 + c * 4 + k % 4] - 128);
     case FormatKind::kInt4:

@@ -6,6 +6,7 @@
 //   % 2 int8      f16 scale[16]; code (k, c) at (k / 4) * 64 + c * 4 + k % 4, value = scale * (u8 -
 //   128) int4      f16 scale[16]; byte j * 64 + c * 4 + i holds k = 4j + i in its low nibble and
 //             k = 16 + 4j + i in its high nibble, value = scale * (u4 - 8)
+//   fp8       f32 scale[16]; e4m3 byte (k, c) at k * 16 + c, value = scale * e4m3
 //   int4z     f16 scale[16], u8 zero[16]; value = scale * (u4 - zero)
 //   int4m     f16 scale[16], f16 min[16]; value = scale * u4 + min
 //   k4        f16 d[16], f16 dmin[16], u8 sc[8][16], u8 m[8][16]; blocks as int4,
@@ -72,6 +73,12 @@ struct F16Layout : FloatLayout {
 };
 struct Bf16Layout : FloatLayout {
   static constexpr int kBlock = 1024;
+};
+struct Fp8Layout {
+  static constexpr bool kFloat = true;
+  static constexpr int kHeader = 64, kBlock = 512, kTileBlocks = 0;
+  static constexpr int kBits = 0, kSteps = 0, kZero = 0;
+  static constexpr bool kMin = false;
 };
 
 static_assert(Int4Layout::kHeader + Int4Layout::kBlock == 288);

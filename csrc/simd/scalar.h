@@ -110,6 +110,12 @@ inline F32 f_load_f16(const uint16_t* p) {
   MOESTRO_LANES(r.v[i] = f16_to_f32(p[i]))
   return r;
 }
+// 16 e4m3 bytes, divided by 2^8: as float16 of the same bits, moved up by seven.
+inline F32 f_load_e4m3_256th(const uint8_t* p) {
+  F32 r;
+  MOESTRO_LANES(r.v[i] = f16_to_f32(static_cast<uint16_t>((p[i] & 0x80) << 8 | (p[i] & 0x7f) << 7)))
+  return r;
+}
 inline F32 f_load_bf16(const uint16_t* p) {
   F32 r;
   MOESTRO_LANES(r.v[i] = bf16_to_f32(p[i]))

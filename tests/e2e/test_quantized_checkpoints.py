@@ -38,10 +38,14 @@ IDS = torch.randint(101, (40,), generator=torch.Generator().manual_seed(5)).toli
 
 @dataclass(frozen=True, kw_only=True)
 class Method:
-    """How the matrices of a model are stored; ``choose`` may store some otherwise."""
+    """How a matrix is stored: its decoder and its tensors, or None to keep it in floating point.
+
+    is_float: kernels do not round the activations that meet it.
+    """
 
     declared: dict[str, Any]
-    store: Callable[[str, Tensor], tuple[slow.Quantized, dict[str, Tensor]]]
+    store: Callable[[str, Tensor], tuple[slow.Quantized | slow.Floats8, dict[str, Tensor]] | None]
+    is_float: bool = False
 
 
 def gptq(bits: int, group: int, symmetric: bool, version: int, **more: Any) -> Method:
@@ -66,7 +70,7 @@ def mixed_gptq() -> Method:
             return None
         return (down if re.match(r".*(down_proj|w2)", name) else rest).store(name, weight)
 
-    return Method(declared={**rest.declared, "dynamic": dynamic}, store=store)  # type: ignore[arg-type]
+    return Method(declared={**rest.declared, "dynamic": dynamic}, store=store)
 
 
 def awq(group: int) -> Method:
@@ -113,6 +117,39 @@ def grouped_compressed() -> Method:
     return Method(declared={**config, "config_groups": groups}, store=store)
 
 
+def fp8(block: tuple[int, int] | None) -> Method:
+    declared: dict[str, Any] = {"quant_method": "fp8", "fmt": "e4m3"}
+    declared["weight_block_size"] = list(block) if block else None
+
+    def store(name: str, weight: Tensor):
+        q = slow.quantize_floats8(weight, block=block or (10**6, 10**6))
+        scale = "weight_scale_inv" if block else "weight_scale"
+        return q, q.tensors(scale, torch.float32)
+
+    return Method(declared=declared, store=store, is_float=True)
+
+
+def float_channels() -> Method:
+    """compressed-tensors, experts in 4 bits."""
+    experts = compressed(4, 32, True)
+    groups = {
+        **experts.declared["config_groups"],
+        "attention": {
+            "targets": ["re:.*self_attn.*"],
+            "format": "float-quantized",
+            "weights": {"num_bits": 8, "type": "float", "strategy": "channel"},
+        },
+    }
+
+    def store(name: str, weight: Tensor):
+        if "self_attn" not in name:
+            return experts.store(name, weight)
+        q = slow.quantize_floats8(weight, block=(1, 10**6))
+        return q, q.tensors("weight_scale", torch.float32)
+
+    return Method(declared={**experts.declared, "config_groups": groups}, store=store)
+
+
 METHODS: dict[str, Method] = {
     "gptq-4-sym-32": gptq(4, 32, True, 1),
     "gptq-4-asym-64-v1": gptq(4, 64, False, 1),
@@ -126,6 +163,10 @@ METHODS: dict[str, Method] = {
     "compressed-4-64-zero": compressed(4, 64, False),
     "compressed-8-row": compressed(8, -1, True),
     "compressed-groups": grouped_compressed(),
+    "compressed-floats": float_channels(),
+    "fp8-block": fp8((128, 128)),
+    "fp8-small-block": fp8((16, 32)),
+    "fp8-tensor": fp8(None),
 }
 
 
@@ -167,7 +208,8 @@ def write(family: str, method: Method, folder: Path) -> Written:
             continue
         q, parts = kept
         tensors[name] = q.floats()
-        quantized.add("experts" if "experts" in name else name)
+        if isinstance(q, slow.Quantized):
+            quantized.add("experts" if "experts" in name else name)
         stored |= {f"{name.removesuffix('.weight')}.{part}": t for part, t in parts.items()}
     save_file(tensors, decoded / "model.safetensors", metadata={"format": "pt"})
     path = folder / "quantized"
@@ -248,6 +290,10 @@ def test_kernels_differ_by_the_rounding_of_activations_alone(
     got = model_logits.sequence_logits(model, IDS)
     # A number at the edge of two codes may go either way, which changes few tokens.
     errors = (got - made.rounded).norm(dim=1) / made.rounded.norm(dim=1)
+    if METHODS[method].is_float:
+        assert torch.equal(made.expected, made.rounded)
+        assert errors.max() <= 1e-4
+        return
     assert relative_error(made.expected, made.rounded) > 0.01
     assert errors.median() <= 1e-3
     assert errors.max() <= 0.05
@@ -307,7 +353,9 @@ def test_text_is_generated_from_a_quantized_checkpoint(tmp_path: Path):
     floats = load_file(decoded / "model.safetensors")
     stored = dict(floats)
     for name in [name for name in floats if "experts" in name]:
-        q, parts = method.store(name, stored.pop(name))
+        kept = method.store(name, stored.pop(name))
+        assert kept is not None
+        q, parts = kept
         floats[name] = q.floats()
         stored |= {f"{name.removesuffix('.weight')}.{part}": t for part, t in parts.items()}
     save_file(floats, decoded / "model.safetensors")

@@ -10,12 +10,14 @@ awq     ``qweight[k, m]`` and ``qzeros[g, m]`` hold output channels ``8 * m + OR
 packed  ``weight_packed[n, i]`` as gptq but along the rows; codes and zero points are signed and
         stored plus 2^(bits-1); zero points lie in words along the output channels
         (compressed-tensors, ``pack_to_int32``).
-plain   signed bytes.
+plain   signed bytes, or e4m3 bytes (arXiv:2209.05433) with a scale per block of both channels; in
+inverse DeepSeek's naming (``weight_scale_inv``) it is multiplied by, too.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 import numpy.typing as npt
@@ -35,10 +37,10 @@ AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 @dataclass(frozen=True, kw_only=True)
 class Codes:
-    """A weight [N, K] with value ``scale * (code - zero)``.
+    """A weight [N, K] with value ``scale * (code - zero)``, or ``scale * number(code)``.
 
     codes: uint8 [N, K]. scales: float32 [N, G]. zeros: uint8 [N, G], or None if all of them are
-    ``middle``. group: input channels per scale, at least K if G is 1.
+    ``middle``. group: input channels per scale, at least K if G is 1. is_float: codes are e4m3.
     """
 
     codes: Tensor
@@ -46,23 +48,35 @@ class Codes:
     zeros: Tensor | None
     middle: int
     group: int
+    is_float: bool = False
 
     @property
-    def scales_are_halves(self) -> bool:
-        """Every scale is a float16 number."""
+    def scales_are_exact(self) -> bool:
+        """Every scale is a number of the type that weight formats keep it in: float32 beside
+        floats, float16 beside integers."""
+        if self.is_float:
+            return True
         scales = self.scales.numpy()
         with np.errstate(over="ignore"):
             return bool(np.array_equal(scales.astype(np.float16).astype(np.float32), scales))
 
     def floats(self, start: int, stop: int) -> Tensor:
         """float32 values of output channels [start, stop), rounded once each."""
-        codes = self.codes[start:stop].numpy().astype(np.float32)
+        bytes_ = self.codes[start:stop].numpy()
+        codes = _e4m3()[bytes_] if self.is_float else bytes_.astype(np.float32)
         group = np.arange(codes.shape[1]) // self.group
         scales = self.scales[start:stop].numpy()[:, group]
         if self.zeros is None:
             return torch.from_numpy((codes - np.float32(self.middle)) * scales)
         zeros = self.zeros[start:stop].numpy().astype(np.float32)[:, group]
         return torch.from_numpy((codes - zeros) * scales)
+
+
+@cache
+def _e4m3() -> _Floats:
+    """float32 of every e4m3 byte; 0x7f and 0xff are NaN."""
+    every = torch.arange(256, dtype=torch.uint8)
+    return every.view(torch.float8_e4m3fn).to(torch.float32).numpy()
 
 
 def read_codes(checkpoint: Checkpoint, info: QuantizedInfo) -> Codes:
@@ -78,7 +92,7 @@ def read_codes(checkpoint: Checkpoint, info: QuantizedInfo) -> Codes:
 class _Reader:
     def __init__(self, checkpoint: Checkpoint, info: QuantizedInfo) -> None:
         self.checkpoint, self.info, self.scheme = checkpoint, info, info.scheme
-        self.middle = 1 << (self.scheme.bits - 1)
+        self.middle = 0 if self.scheme.is_float else 1 << (self.scheme.bits - 1)
 
     def codes(self) -> Codes:
         require_ascending_groups(self.info, self._read)
@@ -93,6 +107,7 @@ class _Reader:
             zeros=None if zeros is None else torch.from_numpy(zeros[:, columns]),
             middle=self.middle,
             group=group,
+            is_float=self.scheme.is_float,
         )
 
     def _read(self, part: TensorInfo) -> Tensor:
@@ -120,7 +135,7 @@ class _Reader:
         if layout == "packed":
             return self._unpack(self._words("weight_packed"))[:, :cols]
         codes = self._read(self.info.parts["weight"]).numpy().reshape(self.info.shape)
-        return codes ^ np.uint8(128)
+        return codes if self.scheme.is_float else codes ^ np.uint8(128)
 
     def _unpack_awq(self, part: str) -> _Bytes:
         """Words [x, N / 8] in AWQ's order -> [N, x]."""
@@ -131,7 +146,8 @@ class _Reader:
 
     def _scales(self) -> _Floats:
         """float32 [N, G]."""
-        info = self.info.parts.get("scales") or self.info.parts["weight_scale"]
+        names = ("scales", "weight_scale", "weight_scale_inv")
+        info = next(self.info.parts[name] for name in names if name in self.info.parts)
         raw = self._read(info).numpy()
         if info.dtype == "BF16":  # the upper half of a float32
             values = (raw.view(np.uint16).astype(np.uint32) << np.uint32(16)).view(np.float32)
@@ -143,7 +159,9 @@ class _Reader:
             raise CheckpointError(f"{info.name}: {bad} of {values.size} scales are not finite")
         if info.name.endswith(".scales"):
             return values.reshape(self.info.groups, -1).T
-        return values.reshape(-1, self.info.groups)
+        values = values.reshape(self.info.scale_rows, self.info.groups)
+        row = np.arange(self.info.shape[0]) // (self.scheme.rows_per_scale or self.info.shape[0])
+        return values[row]
 
     def _zeros(self) -> _Bytes | None:
         """uint8 [N, G], or None if the weight is symmetric, which the tensor must not deny."""
@@ -179,7 +197,7 @@ class _Reader:
             return self._unpack_awq(name)
         if self.info.parts[name].dtype == "I32":
             return self._unpack(self._words(name).transpose(1, 0, 2)).T[:rows]
-        signed = self._read(self.info.parts[name]).numpy().view(np.int8).reshape(rows, groups)
+        signed = self._read(self.info.parts[name]).numpy().view(np.int8).reshape(-1, groups)
         zeros = signed.astype(np.int16) + self.middle
         if zeros.min() < 0 or zeros.max() >= 2 * self.middle:
             raise CheckpointError(

@@ -13,29 +13,27 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from moestro.checkpoints.declared import GROUPS, WAY_OUT, Declared
 from moestro.checkpoints.files import show
 from moestro.core.errors import CheckpointError, UnsupportedFormat
 
 #: methods that are read
 READ_METHODS: dict[str, str] = {
     "awq": "AWQ 4-bit integers",
-    "compressed-tensors": "compressed-tensors packed integers",
+    "compressed-tensors": "compressed-tensors integers and 8-bit floats",
+    "fp8": "8-bit floats with scales per block or tensor",
     "gptq": "GPTQ packed integers",
 }
 #: methods that are known by name and not read yet, with what they are
 KNOWN_METHODS: dict[str, str] = {
     "bitsandbytes": "bitsandbytes nf4 or int8",
-    "fp8": "8-bit floats with block scales",
     "mxfp4": "4-bit floats with shared exponents",
 }
 
 _KEYS = ("quantization_config", "compression_config")
-_WAY_OUT = "open the float checkpoint it was made from, or a GGUF file of the model"
-#: group sizes that kernels have, widest first; a wider one is several of these with equal scales
-_GROUPS = (128, 64, 32)
 
 #: how a module's tensors are laid out, see ``quantized.py``
-Layout = Literal["gptq", "awq", "packed", "plain"]
+Layout = Literal["gptq", "awq", "packed", "plain", "inverse"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +41,7 @@ class Scheme:
     """How one module's weight is stored.
 
     bits: of a code, 4 or 8. group_size: input channels that share a scale, 0 for the whole row.
+    rows_per_scale: output channels that share it, 0 for all. is_float: codes are e4m3 numbers.
     symmetric: every zero point is 2^(bits-1); else they are in a tensor. zero_bias: is added to
     stored zero points, modulo 2^bits (GPTQ stores them minus one). act_order: the declaration says
     that a tensor assigns input channels to groups.
@@ -54,6 +53,8 @@ class Scheme:
     symmetric: bool
     zero_bias: int = 0
     act_order: bool = False
+    rows_per_scale: int = 1
+    is_float: bool = False
 
     @property
     def kernel_group(self) -> int:
@@ -64,17 +65,23 @@ class Scheme:
         """
         if not self.group_size and self.symmetric:
             return 0
-        return next(group for group in _GROUPS if self.group_size % group == 0)
+        return next(group for group in GROUPS if self.group_size % group == 0)
 
     @property
     def format_name(self) -> str:
         """The weight format that holds such weights without loss."""
         group = f"g{self.kernel_group}" if self.kernel_group else "row"
+        if self.is_float:
+            return f"fp8-{group}"
         return f"int{self.bits}{'' if self.symmetric else 'z'}-{group}"
 
     def __str__(self) -> str:
         group = f"groups of {self.group_size}" if self.group_size else "one scale per row"
-        return f"{self.bits} bits, {group}, {'symmetric' if self.symmetric else 'zero points'}"
+        if self.rows_per_scale != 1:
+            rows, cols = (str(n or "all") for n in (self.rows_per_scale, self.group_size))
+            group = f"one scale per {rows} x {cols}"
+        kind = "symmetric" if self.symmetric else "zero points"
+        return f"{self.bits} bits, {group}, {'e4m3' if self.is_float else kind}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,7 +134,7 @@ def read_quantization(config: Mapping[str, Any], where: str) -> Quantization | N
     if not isinstance(declared, Mapping):
         raise UnsupportedFormat(
             f"{where}: {place} is {type(declared).__name__}, not an object, so how the weights "
-            f"are stored is unknown; {_WAY_OUT}"
+            f"are stored is unknown; {WAY_OUT}"
         )
     method = declared.get("quant_method")
     if isinstance(method, str) and method in _PARSERS:
@@ -136,12 +143,12 @@ def read_quantization(config: Mapping[str, Any], where: str) -> Quantization | N
     if isinstance(method, str) and method in KNOWN_METHODS:
         raise UnsupportedFormat(
             f"{where}: the weights are quantized with {method} ({KNOWN_METHODS[method]}; "
-            f"{_settings(declared)}), which is not read yet; {_WAY_OUT}"
+            f"{_settings(declared)}), which is not read yet; {WAY_OUT}"
         )
     named = f"with {show(method)}" if method else "by a method it does not name"
     raise UnsupportedFormat(
         f"{where}: {place} says the weights are quantized {named}; methods that are read: "
-        f"{', '.join(sorted(READ_METHODS))}; {_WAY_OUT}"
+        f"{', '.join(sorted(READ_METHODS))}; {WAY_OUT}"
     )
 
 
@@ -151,77 +158,13 @@ def _settings(declared: Mapping[str, Any]) -> str:
     return ", ".join(shown)[:120] or "no settings given"
 
 
-class Declared:
-    """Typed access to a declaration; what is malformed or not read is an error naming the place."""
-
-    def __init__(self, raw: Mapping[str, Any], where: str) -> None:
-        self.raw, self.where = raw, where
-
-    def fail(self, what: str) -> CheckpointError:
-        return CheckpointError(f"{self.where}: {what}; fetch config.json again")
-
-    def refuse(self, what: str) -> UnsupportedFormat:
-        return UnsupportedFormat(f"{self.where}: {what} is not read; {_WAY_OUT}")
-
-    def first(self, *keys: str) -> Any:
-        return next((self.raw[k] for k in keys if self.raw.get(k) is not None), None)
-
-    def count(self, *keys: str) -> int:
-        value = self.first(*keys)
-        if type(value) is not int:
-            raise self.fail(f"{keys[0]} is {show(value)}, not a number")
-        return value
-
-    def flag(self, key: str, default: bool) -> bool:
-        value = self.raw.get(key)
-        if value is not None and type(value) is not bool:
-            raise self.fail(f"{key} is {show(value)}, not true or false")
-        return default if value is None else value
-
-    def text(self, key: str, default: str) -> str:
-        value = self.raw.get(key)
-        if value is not None and not isinstance(value, str):
-            raise self.fail(f"{key} is {show(value)}, not a text")
-        return default if value is None else value.lower()
-
-    def table(self, key: str) -> Mapping[str, Any]:
-        value = self.raw.get(key)
-        if value is not None and not isinstance(value, Mapping):
-            raise self.fail(f"{key} is {show(value)}, not an object")
-        return value or {}
-
-    def names(self, key: str) -> list[str]:
-        value = self.raw.get(key) or []
-        if not isinstance(value, list) or not all(isinstance(v, str) for v in value):
-            raise self.fail(f"{key} is {show(value)}, not a list of names")
-        return value
-
-    def inner(self, key: str, raw: Any) -> Declared:
-        if not isinstance(raw, Mapping):
-            raise self.fail(f"{key} is {show(raw)}, not an object")
-        return Declared(raw, f"{self.where}.{key}")
-
-    def pattern(self, text: str) -> re.Pattern[str]:
-        try:
-            return re.compile(text)
-        except re.error as error:
-            raise self.fail(f"{show(text)} is not a regular expression ({error})") from None
-
-    def group_size(self, value: int) -> int:
-        """0 for the whole row, which is declared as -1."""
-        if value == -1:
-            return 0
-        if value < 1 or value % _GROUPS[-1]:
-            raise self.refuse(f"group size {value} (kernels have multiples of {_GROUPS[-1]})")
-        return value
-
-    def checked(self, scheme: Scheme) -> Scheme:
-        """Raises UnsupportedFormat if no format holds such weights."""
-        if scheme.bits not in (4, 8):
-            raise self.refuse(f"integers of {scheme.bits} bits")
-        if scheme.bits == 8 and not scheme.symmetric:
-            raise self.refuse("8-bit integers with zero points")
-        return scheme
+def _checked(declared: Declared, scheme: Scheme) -> Scheme:
+    """Raises UnsupportedFormat if no format holds such weights."""
+    if scheme.bits not in (4, 8):
+        raise declared.refuse(f"integers of {scheme.bits} bits")
+    if not scheme.symmetric and (scheme.bits == 8 or scheme.rows_per_scale != 1):
+        raise declared.refuse(f"zero points beside {scheme}")
+    return scheme
 
 
 def _anything(module: str) -> bool:
@@ -261,8 +204,8 @@ def _gptq(declared: Declared) -> Iterator[Rule]:
             symmetric=override.flag("sym", scheme.symmetric),
             act_order=override.flag("desc_act", scheme.act_order),
         )
-        yield Rule(matches=matches, scheme=override.checked(changed))
-    yield Rule(matches=_anything, scheme=declared.checked(scheme))
+        yield Rule(matches=matches, scheme=_checked(override, changed))
+    yield Rule(matches=_anything, scheme=_checked(declared, scheme))
 
 
 def _awq(declared: Declared) -> Iterator[Rule]:
@@ -277,13 +220,41 @@ def _awq(declared: Declared) -> Iterator[Rule]:
         raise declared.refuse("AWQ without zero points")
     group = declared.group_size(declared.count("group_size", "q_group_size"))
     scheme = Scheme(layout="awq", bits=bits, group_size=group, symmetric=False)
-    yield Rule(matches=_anything, scheme=declared.checked(scheme))
+    yield Rule(matches=_anything, scheme=_checked(declared, scheme))
+
+
+def _fp8(declared: Declared) -> Iterator[Rule]:
+    """DeepSeek's block scales (``weight_scale_inv``), or one scale per tensor (``weight_scale``).
+    Which modules are kept in floating point shows in the tensors."""
+    element = declared.text("fmt", "e4m3")
+    if element not in ("e4m3", "float8_e4m3fn"):
+        raise declared.refuse(f"8-bit floats of the kind {show(element)}")
+    block = declared.raw.get("weight_block_size")
+    rows, group = (0, 0) if block is None else declared.block(block, "weight_block_size")
+    scheme = Scheme(
+        layout="plain" if block is None else "inverse",
+        bits=8,
+        group_size=group,
+        symmetric=True,
+        rows_per_scale=rows,
+        is_float=True,
+    )
+    yield Rule(matches=_anything, scheme=scheme)
 
 
 _COMPRESSED_FORMATS: dict[str, Layout] = {
     "pack-quantized": "packed",
     "int-quantized": "plain",
+    "float-quantized": "plain",
     "naive-quantized": "plain",
+}
+
+
+_COMPRESSED_TYPES: dict[str, tuple[str, ...]] = {
+    "pack-quantized": ("int",),
+    "int-quantized": ("int",),
+    "float-quantized": ("float",),
+    "naive-quantized": ("int", "float"),
 }
 
 
@@ -319,24 +290,32 @@ def _compressed_tensors(declared: Declared) -> Iterator[Rule]:
 
 def _weights_scheme(weights: Declared, layout: str) -> Scheme:
     kind, bits = weights.text("type", "int"), weights.count("num_bits")
-    if kind != "int":
-        raise weights.refuse(f"the weight type {show(kind)}")
+    if kind not in _COMPRESSED_TYPES[layout]:
+        raise weights.refuse(f"{layout} with the weight type {show(kind)}")
     if layout != "pack-quantized" and bits != 8:
         raise weights.refuse(f"{layout} with {bits} bits")
     size = weights.first("group_size")
     strategy = weights.text("strategy", "channel" if size in (None, -1) else "group")
-    if strategy not in ("channel", "group"):
+    rows, group = 1, 0
+    if strategy == "group":
+        group = weights.group_size(weights.count("group_size"))
+    elif strategy == "block":
+        rows, group = weights.block(weights.raw.get("block_structure"), "block_structure")
+    elif strategy == "tensor":
+        rows = 0
+    elif strategy != "channel":
         raise weights.refuse(f"the strategy {show(strategy)}")
-    return weights.checked(
+    return _checked(
+        weights,
         Scheme(
             layout=_COMPRESSED_FORMATS[layout],
             bits=bits,
-            group_size=(
-                weights.group_size(weights.count("group_size")) if strategy == "group" else 0
-            ),
+            group_size=group,
             symmetric=weights.flag("symmetric", True),
+            rows_per_scale=rows,
+            is_float=kind == "float",
             act_order=weights.first("actorder") not in (None, False, "weight", "static"),
-        )
+        ),
     )
 
 
@@ -357,5 +336,6 @@ def _target(declared: Declared, name: str) -> tuple[int, Callable[[str], object]
 _PARSERS: dict[str, Callable[[Declared], Iterator[Rule]]] = {
     "awq": _awq,
     "compressed-tensors": _compressed_tensors,
+    "fp8": _fp8,
     "gptq": _gptq,
 }

@@ -31,11 +31,15 @@ _PARTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("weight_zero_point", "weight_g_idx"),
     ),
     "plain": (("weight", "weight_scale"), ("weight_zero_point", "weight_g_idx")),
+    "inverse": (("weight", "weight_scale_inv"), ()),
 }
 #: names that only modules with packed codes have
 _PACKED = {"qweight", "weight_packed"}
 #: names that mean a module has codes
 _COMPANIONS = {"qzeros", "scales", "weight_scale", "weight_zero_point", "weight_shape"}
+_COMPANIONS |= {"weight_scale_inv"}
+#: types of codes that lie in a tensor named as that of a float checkpoint
+_CODE_TYPES = ("I8", "U8", "I32", "F8_E4M3")
 
 Read = Callable[[TensorInfo], Tensor]
 
@@ -61,6 +65,12 @@ class QuantizedInfo(TensorInfo):
         size = self.scheme.group_size
         return -(-self.shape[1] // size) if size else 1
 
+    @property
+    def scale_rows(self) -> int:
+        """Scales per group of input channels."""
+        rows = self.scheme.rows_per_scale
+        return -(-self.shape[0] // rows) if rows else 1
+
 
 def find_weights(
     quantization: Quantization, infos: Mapping[str, TensorInfo], read: Read
@@ -77,7 +87,7 @@ def find_weights(
         module, _, part = name.rpartition(".")
         if part in _COMPANIONS:
             _require_codes(quantization, module, part, infos)
-        if part not in _PACKED and not (part == "weight" and info.dtype in ("I8", "U8", "I32")):
+        if part not in _PACKED and not (part == "weight" and info.dtype in _CODE_TYPES):
             continue
         scheme = _scheme(quantization, module, part, name)
         if part in _PACKED and f"{module}.weight" in infos:
@@ -197,7 +207,7 @@ class _Module:
             scheme=self.scheme,
             parts=self.parts,
         )
-        for part, types, shapes in self._expected(*shape, weight.groups):
+        for part, types, shapes in self._expected(weight):
             info = self.parts.get(part)
             if info is not None and not (info.dtype in types and info.shape in shapes):
                 wanted = " or ".join(str(list(s)) for s in dict.fromkeys(shapes))
@@ -223,7 +233,7 @@ class _Module:
             return second, first * self._per_word
         if self.scheme.layout == "awq":
             return second * self._per_word, first
-        if self.scheme.layout == "plain":
+        if self.scheme.layout in ("plain", "inverse"):
             return first, second
         info = self.parts["weight_shape"]
         if info.dtype not in ("I64", "I32") or info.shape != (2,):
@@ -238,9 +248,10 @@ class _Module:
         return rows, cols
 
     def _expected(
-        self, rows: int, cols: int, groups: int
+        self, weight: QuantizedInfo
     ) -> Iterator[tuple[str, tuple[str, ...], tuple[tuple[int, ...], ...]]]:
         """(part, types, shapes) that are right."""
+        (rows, cols), groups = weight.shape, weight.groups
         word = self._per_word
         if self.scheme.layout in ("gptq", "awq"):
             if rows % word:
@@ -253,12 +264,16 @@ class _Module:
             yield "qzeros", ("I32",), ((groups, rows // word),)
             yield "g_idx", ("I32",), ((cols,),)
             return
-        per_row: tuple[tuple[int, ...], ...] = ((rows, groups),)
+        per_row: tuple[tuple[int, ...], ...] = ((weight.scale_rows, groups),)
         if groups == 1:
-            per_row += ((rows,),)
+            per_row += ((weight.scale_rows,),)
+        if groups == weight.scale_rows == 1:
+            per_row += ((),)
         packed = self.scheme.layout == "packed"
-        yield self.codes.name.rpartition(".")[2], ("I32" if packed else "I8",), (self.codes.shape,)
+        codes = "I32" if packed else "F8_E4M3" if self.scheme.is_float else "I8"
+        yield self.codes.name.rpartition(".")[2], (codes,), (self.codes.shape,)
         yield "weight_scale", SCALE_TYPES, per_row
+        yield "weight_scale_inv", SCALE_TYPES, per_row
         zero = self.parts.get("weight_zero_point")
         if packed and zero is not None and zero.dtype == "I32":
             yield "weight_zero_point", ("I32",), ((-(-rows // word), groups),)

@@ -22,7 +22,7 @@ from moestro.formats.tiles import (
     BLOCK,
     Bytes,
     Floats,
-    Halves,
+    Scales,
     TiledFormat,
     assemble,
     byte_codes,
@@ -108,7 +108,7 @@ class Int4Format(_Int4Base):
         codes = round_codes(grouped, scale, -8, 7).add_(8)
         return assemble([f16_bytes(halves(scale))], _nibble_lanes(codes))
 
-    def code_rows(self, codes: Bytes, scale: Halves, zeros: Bytes | None) -> Bytes:
+    def code_rows(self, codes: Bytes, scale: Scales, zeros: Bytes | None) -> Bytes:
         return assemble([f16_bytes(scale)], quads_to_lanes(pair_nibbles(codes)))
 
     def repack_rows(self, source_type: str, raw: Bytes) -> Bytes:
@@ -139,7 +139,7 @@ class Int4ZeroFormat(_Int4Base):
         ]
         return assemble(headers, _nibble_lanes(codes))
 
-    def code_rows(self, codes: Bytes, scale: Halves, zeros: Bytes | None) -> Bytes:
+    def code_rows(self, codes: Bytes, scale: Scales, zeros: Bytes | None) -> Bytes:
         if zeros is None:
             raise UnsupportedFormat(f"format {self.name} needs zero points")
         headers = [f16_bytes(scale), lane_bytes(zeros, 1)]

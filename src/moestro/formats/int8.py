@@ -12,6 +12,7 @@ from moestro.formats.tiles import (
     Bytes,
     Floats,
     Halves,
+    Scales,
     TiledFormat,
     assemble,
     byte_codes,
@@ -60,7 +61,7 @@ class Int8Format(TiledFormat):
         scale = finite_f16(blocks[:, :, :2], "Q8_0 scale")
         return self._tiles(scale, blocks[:, :, 2:] ^ np.uint8(128))
 
-    def code_rows(self, codes: Bytes, scale: Halves, zeros: Bytes | None) -> Bytes:
+    def code_rows(self, codes: Bytes, scale: Scales, zeros: Bytes | None) -> Bytes:
         return self._tiles(scale, codes.reshape(codes.shape[0], -1, BLOCK))
 
     def unpack_rows(self, tiles: Bytes) -> Floats:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator
-from typing import TypeVar
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -29,7 +29,7 @@ BLOCK = 32
 Bytes = npt.NDArray[np.uint8]
 Halves = npt.NDArray[np.float16]
 Floats = npt.NDArray[np.float32]
-Scalars = TypeVar("Scalars", Bytes, Halves)
+Scales = npt.NDArray[Any]
 
 # Elements searched at a time: just below where torch begins to use several threads for one
 # operation (at::internal::GRAIN_SIZE).
@@ -99,16 +99,20 @@ class TiledFormat(Format):
             out[start // LANES : start // LANES + tiles.shape[0]] = tiles
         return torch.from_numpy(out).view(-1)
 
-    def code_rows(self, codes: Bytes, scale: Halves, zeros: Bytes | None) -> Bytes:
-        """Codes uint8 [N, K] (padded), float16 [N, G], zero points uint8 [N, G] -> [B, G, tile]."""
+    def code_rows(self, codes: Bytes, scale: Scales, zeros: Bytes | None) -> Bytes:
+        """Codes uint8 [N, K] (padded), stored scales and zero points [N, G] -> [B, G, tile]."""
         raise UnsupportedFormat(f"format {self.name} does not hold integer codes with scales")
+
+    def stored_scales(self, scales: Floats) -> Scales:
+        """float32 scales in the type that the format keeps them in, of the same values."""
+        return half_scales(scales, self.name)
 
     def pack_codes(self, codes: Tensor, scales: Tensor, zeros: Tensor | None = None) -> Tensor:
         rows, cols = codes.shape
         group, padded = self.group(cols), self.padded_cols(cols)
         per_row = (rows, padded // group)
         self._check_codes(codes, scales, zeros, per_row)
-        half = half_scales(scales.numpy(), self.name)
+        stored = self.stored_scales(scales.numpy())
         out = self._empty(rows, cols)
         for start, stop in _row_chunks(rows, padded):
             if zeros is None:
@@ -119,7 +123,7 @@ class TiledFormat(Format):
             chunk[:, :cols] = codes[start:stop].numpy()
             tiles = self.code_rows(
                 _pad_rows(chunk),
-                _pad_rows(half[start:stop]),
+                _pad_rows(stored[start:stop]),
                 None if zeros is None else _pad_rows(points),
             )
             out[start // LANES : start // LANES + tiles.shape[0]] = tiles
@@ -219,7 +223,7 @@ def _cells(rows: int, padded_cols: int, group: int) -> Iterator[tuple[int, int, 
             yield start, min(start + height, rows), left, min(left + width, padded_cols)
 
 
-def _pad_rows(source: Scalars) -> Scalars:
+def _pad_rows(source: npt.NDArray[Any]) -> npt.NDArray[Any]:
     extra = -source.shape[0] % LANES
     return np.pad(source, ((0, extra), (0, 0))) if extra else source
 

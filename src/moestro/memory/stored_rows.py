@@ -78,7 +78,7 @@ class CodedRows:
 
     def __init__(self, dtype: str, codes: Codes, *, named: bool) -> None:
         self.dtype, self.codes = dtype, codes
-        self._fit = named and not codes.scales_are_halves
+        self._fit = named and not codes.scales_are_exact
 
     def exact(self, format_: Format) -> bool:
         return self.dtype == format_.name and not self._fit

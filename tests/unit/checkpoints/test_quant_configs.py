@@ -129,6 +129,22 @@ def test_compressed_groups_may_have_formats_of_their_own():
     assert (first.layout, second.layout) == ("packed", "plain")
 
 
+def test_8_bit_floats():
+    block = read({"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]})
+    scheme = block.scheme("a")
+    assert scheme is not None and scheme.is_float
+    assert (scheme.layout, scheme.rows_per_scale, scheme.group_size) == ("inverse", 128, 128)
+    assert scheme.format_name == "fp8-g128"
+    tensor = read({"quant_method": "fp8", "activation_scheme": "static"}).scheme("a")
+    assert tensor is not None
+    assert (tensor.layout, tensor.rows_per_scale, tensor.format_name) == ("plain", 0, "fp8-row")
+    for strategy, rows, name in (("channel", 1, "row"), ("tensor", 0, "row"), ("block", 64, "g32")):
+        declared = weights(num_bits=8, type="float", strategy=strategy, block_structure=[64, 32])
+        found = read({**declared, "format": "float-quantized"}).scheme("a")
+        assert found is not None
+        assert (found.rows_per_scale, found.format_name) == (rows, f"fp8-{name}")
+
+
 def test_a_declaration_repeated_in_a_part_of_the_model():
     same = {"quantization_config": gptq(), "text_config": {"quantization_config": gptq()}}
     assert read_quantization(same, "config.json") is not None
@@ -145,7 +161,7 @@ def weights(**more: Any) -> Config:
 
 REFUSED = {
     "integers of 3 bits": gptq(bits=3),
-    "8-bit integers with zero points": gptq(bits=8, sym=False),
+    "zero points beside 8 bits": gptq(bits=8, sym=False),
     "group size 16": gptq(group_size=16),
     "group size 48": gptq(group_size=48),
     "group size 0": gptq(group_size=0),
@@ -156,7 +172,10 @@ REFUSED = {
     "AWQ version 'gemv'": slow.awq_config(group=32) | {"version": "gemv"},
     "AWQ with 8 bits": slow.awq_config(group=32) | {"bits": 8},
     "AWQ without zero points": slow.awq_config(group=32) | {"zero_point": False},
-    "compressed-tensors format 'float-quantized'": compressed(format="float-quantized"),
+    "float-quantized with the weight type 'int'": compressed(format="float-quantized"),
+    "pack-quantized with the weight type 'float'": weights(type="float"),
+    "naive-quantized with the weight type 'nf4'": compressed(format="naive-quantized")
+    | {"config_groups": weights(type="nf4")["config_groups"]},
     "compressed-tensors format 'marlin-24'": compressed(format="marlin-24"),
     "compressed-tensors format ''": compressed(format=None),
     "compressed-tensors with a sparsity_config": compressed(sparsity_config={"format": "2:4"}),
@@ -164,9 +183,13 @@ REFUSED = {
         transform_config={"config_groups": {"u": {}}}
     ),
     "integers of 7 bits": weights(num_bits=7),
-    "weight type 'float'": weights(type="float"),
-    "strategy 'tensor'": weights(strategy="tensor"),
-    "strategy 'block'": weights(strategy="block"),
+    "strategy 'token'": weights(strategy="token"),
+    "zero points beside 4 bits, one scale per all x all": weights(
+        strategy="tensor", symmetric=False
+    ),
+    "8-bit floats of the kind 'e5m2'": {"quant_method": "fp8", "fmt": "e5m2"},
+    "weight_block_size \\[0, 128\\]": {"quant_method": "fp8", "weight_block_size": [0, 128]},
+    "group size 16 ": {"quant_method": "fp8", "weight_block_size": [128, 16]},
     "group size 24": weights(group_size=24),
     "int-quantized with 4 bits": compressed(format="int-quantized"),
     "activations alone": compressed(config_groups={"g": {"targets": [], "weights": None}}),
@@ -198,6 +221,8 @@ MALFORMED = {
             bits=4, group=32, symmetric=True)}}
     ),
     "num_bits is None": weights(num_bits=None),
+    "block_structure is None": weights(strategy="block"),
+    "weight_block_size is 128": {"quant_method": "fp8", "weight_block_size": 128},
 }  # fmt: skip
 
 

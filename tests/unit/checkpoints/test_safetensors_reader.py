@@ -233,10 +233,12 @@ def test_malformed_index(tmp_path: Path, index: dict[str, Any], message: str) ->
 @pytest.mark.parametrize(
     ("method", "message"),
     [
-        ("fp8", r"with fp8 \(8-bit floats with block scales; bits=4, group_size=128\)"),
-        ("mxfp4", "quantized with mxfp4"),
+        ("mxfp4", r"with mxfp4 \(4-bit floats with shared exponents; bits=4, group_size=128\)"),
         ("bitsandbytes", "quantized with bitsandbytes"),
-        ("quark", "quantized with 'quark'; methods that are read: awq, compressed-tensors, gptq"),
+        (
+            "quark",
+            "quantized with 'quark'; methods that are read: awq, compressed-tensors, fp8, gptq",
+        ),
         (None, "by a method it does not name"),
         (["x"], r"quantized with \['x'\]"),
     ],

@@ -22,6 +22,9 @@ def tile_shape(name: str, cols: int) -> tuple[int, int]:
         return 32, 2048
     if name in ("f16", "bf16"):
         return 32, 1024
+    if name.startswith("fp8"):
+        group = math.ceil(cols / 32) * 32 if name == "fp8-row" else int(name[5:])
+        return group, 64 + group // 32 * 512
     if name == "k4":
         return 256, 2368
     if name == "k6":
@@ -38,6 +41,16 @@ def nibble(block: bytes, k: int, c: int) -> int:
     j, i = divmod(rest, 4)
     byte = block[j * 64 + c * 4 + i]
     return byte >> 4 if half else byte & 15
+
+
+def e4m3(code: int) -> float:
+    """Sign, 4 bits of exponent with bias 7, 3 bits of mantissa; no infinities."""
+    sign, exponent, mantissa = code >> 7, code >> 3 & 15, code & 7
+    if exponent == 0:
+        magnitude = mantissa / 8 * 2.0**-6
+    else:
+        magnitude = (1 + mantissa / 8) * 2.0 ** (exponent - 7)
+    return -magnitude if sign else magnitude
 
 
 def high_bits(block: bytes, k: int, c: int) -> int:
@@ -57,6 +70,9 @@ def element(name: str, tile: bytes, k: int, c: int) -> float:
         return struct.unpack("<f", b"\0\0" + tile[at : at + 2])[0]
     block, kk = divmod(k, 32)
     kind = name.partition("-")[0]
+    if kind == "fp8":
+        code = tile[64 + block * 512 + kk * 16 + c]
+        return struct.unpack_from("<f", tile, 4 * c)[0] * e4m3(code)
     if kind == "int8":
         code = tile[32 + block * 512 + (kk // 4) * 64 + c * 4 + kk % 4]
         return f16(tile, 2 * c) * (code - 128)

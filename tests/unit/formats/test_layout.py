@@ -28,6 +28,10 @@ def random_bytes(name: str, rows: int, cols: int, seed: int) -> torch.Tensor:
             data = (values.astype(np.float32).view(np.uint32) >> 16).astype(dtype).view(np.uint8)
         else:
             data = values.astype(dtype).view(np.uint8)
+    elif kind == "fp8":
+        values = rng.standard_normal((tiles, 16)).astype(np.float32)
+        data[(data & 0x7F) == 0x7F] = 0x7E  # 0x7f and 0xff are NaN
+        data[:, :64] = values.view(np.uint8)
     else:
         halves = {"int8": 1, "int4": 1, "int4z": 1, "int4m": 2, "k4": 2, "k6": 1}[kind]
         values = rng.standard_normal((tiles, halves * 16)).astype(np.float16)

@@ -2,52 +2,24 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
-from tiny_checkpoints import matrix, vector
+from quantized_files import check, load, write
+from tiny_checkpoints import vector
 from torch import Tensor
 
 import slow_quantizers as slow
 from moestro.checkpoints import open_checkpoint
-from moestro.checkpoints.safetensors import SafetensorsCheckpoint
 from moestro.core.errors import CheckpointError, MoestroError, UnsupportedFormat
-from moestro.formats.base import PackedWeight
 from moestro.memory.loader import load_weights
 from moestro.memory.policy import FormatPolicy
 
 #: (rows, cols): more than one tile, odd numbers of groups, a ragged last one
 SHAPES = [(40, 96), (16, 160), (24, 320), (8, 32)]
-
-
-def write(folder: Path, tensors: dict[str, Tensor], declared: Any, module: str = "a.q_proj"):
-    """A checkpoint with one module's tensors."""
-    folder.mkdir(parents=True, exist_ok=True)
-    named = {f"{module}.{part}": tensor for part, tensor in tensors.items()}
-    save_file(named, folder / "model.safetensors")
-    config = {"model_type": "tiny", "quantization_config": declared}
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
-
-
-def load(folder: Path, rows: int, cols: int, formats: str = "", module: str = "a.q_proj"):
-    with open_checkpoint(folder) as checkpoint:
-        assert isinstance(checkpoint, SafetensorsCheckpoint)
-        spec = matrix("q", rows, cols, sources=(f"{module}.weight",))
-        weight = load_weights(checkpoint, [spec], policy=FormatPolicy.parse(formats))["q"]
-    assert isinstance(weight, PackedWeight)
-    return weight
-
-
-def check(folder: Path, q: slow.Quantized, format_name: str) -> None:
-    weight = load(folder, q.rows, q.cols)
-    assert weight.format_name == format_name
-    assert torch.equal(weight.unpack(), q.floats())
 
 
 GROUPS = {32: "g32", 64: "g64", 128: "g128", 256: "g128", 96: "g32", -1: "row"}
