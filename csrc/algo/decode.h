@@ -10,12 +10,66 @@ inline void nibble_codes(const uint8_t* block, U8 codes[8]) {
   }
 }
 
+// codes[j] |= two bits of a pair plane, or one bit of a bit plane, as bits kTo and up.
+template <int kTo>
+inline void add_pair_plane(const uint8_t* plane, U8 codes[8]) {
+  const U8 first = u8_load(plane), second = u8_load(plane + 64);
+  codes[0] = u8_add_bits<2, 0, kTo>(codes[0], first);
+  codes[1] = u8_add_bits<2, 2, kTo>(codes[1], first);
+  codes[2] = u8_add_bits<2, 4, kTo>(codes[2], first);
+  codes[3] = u8_add_bits<2, 6, kTo>(codes[3], first);
+  codes[4] = u8_add_bits<2, 0, kTo>(codes[4], second);
+  codes[5] = u8_add_bits<2, 2, kTo>(codes[5], second);
+  codes[6] = u8_add_bits<2, 4, kTo>(codes[6], second);
+  codes[7] = u8_add_bits<2, 6, kTo>(codes[7], second);
+}
+template <int kTo>
+inline void add_bit_plane(const uint8_t* plane, U8 codes[8]) {
+  const U8 bits = u8_load(plane);
+  codes[0] = u8_add_bits<1, 0, kTo>(codes[0], bits);
+  codes[1] = u8_add_bits<1, 1, kTo>(codes[1], bits);
+  codes[2] = u8_add_bits<1, 2, kTo>(codes[2], bits);
+  codes[3] = u8_add_bits<1, 3, kTo>(codes[3], bits);
+  codes[4] = u8_add_bits<1, 4, kTo>(codes[4], bits);
+  codes[5] = u8_add_bits<1, 5, kTo>(codes[5], bits);
+  codes[6] = u8_add_bits<1, 6, kTo>(codes[6], bits);
+  codes[7] = u8_add_bits<1, 7, kTo>(codes[7], bits);
+}
+inline void pair_codes(const uint8_t* plane, U8 codes[8]) {
+  const U8 first = u8_load(plane), second = u8_load(plane + 64);
+  codes[0] = u8_take_bits2<0>(first);
+  codes[1] = u8_take_bits2<2>(first);
+  codes[2] = u8_take_bits2<4>(first);
+  codes[3] = u8_take_bits2<6>(first);
+  codes[4] = u8_take_bits2<0>(second);
+  codes[5] = u8_take_bits2<2>(second);
+  codes[6] = u8_take_bits2<4>(second);
+  codes[7] = u8_take_bits2<6>(second);
+}
+
+// The values of a table format as unsigned bytes.
+struct LutBytes {
+  uint8_t v[16];
+};
+template <class Layout>
+constexpr LutBytes make_lut() {
+  LutBytes lut{};
+  for (int i = 0; i < 16; ++i) lut.v[i] = static_cast<uint8_t>(Layout::kValues[i] + Layout::kZero);
+  return lut;
+}
+template <class Layout>
+inline void lut_codes(const uint8_t* block, U8 codes[8]) {
+  static constexpr LutBytes kLut = make_lut<Layout>();
+  nibble_codes(block, codes);
+  for (int j = 0; j < 8; ++j) codes[j] = u8_lookup(codes[j], kLut.v);
+}
+
 inline F32 f_load_f16_bytes(const uint8_t* p) {
   return f_load_f16(reinterpret_cast<const uint16_t*>(p));
 }
 
-// Constructed per tile; scales(b) and codes(block) per block of 32 channels. `minimum` is left
-// alone by formats without one.
+// Constructed per tile; scales(b) and codes(block) per block of 32 channels. A minimum goes with
+// each step, and is left alone by formats without.
 template <class Layout>
 struct Decoder;
 
@@ -23,7 +77,7 @@ template <>
 struct Decoder<Int8Layout> {
   F32 scale;
   explicit Decoder(const uint8_t* tile) : scale(f_load_f16_bytes(tile)) {}
-  void scales(const uint8_t*, int, F32 step[1], F32&) const { step[0] = scale; }
+  void scales(const uint8_t*, int, F32 step[1], F32*) const { step[0] = scale; }
   static void codes(const uint8_t* block, U8 codes[8]) {
     for (int j = 0; j < 8; ++j) codes[j] = u8_load(block + 64 * j);
   }
@@ -33,7 +87,7 @@ template <>
 struct Decoder<Int4Layout> {
   F32 scale;
   explicit Decoder(const uint8_t* tile) : scale(f_load_f16_bytes(tile)) {}
-  void scales(const uint8_t*, int, F32 step[1], F32&) const { step[0] = scale; }
+  void scales(const uint8_t*, int, F32 step[1], F32*) const { step[0] = scale; }
   static void codes(const uint8_t* block, U8 codes[8]) { nibble_codes(block, codes); }
 };
 
@@ -42,9 +96,9 @@ struct Decoder<Int4ZeroLayout> {
   F32 scale, low;
   explicit Decoder(const uint8_t* tile)
       : scale(f_load_f16_bytes(tile)), low(f_mul(scale, f_sub(f_zero(), f_load_u8(tile + 32)))) {}
-  void scales(const uint8_t*, int, F32 step[1], F32& minimum) const {
+  void scales(const uint8_t*, int, F32 step[1], F32 minimum[1]) const {
     step[0] = scale;
-    minimum = low;
+    minimum[0] = low;
   }
   static void codes(const uint8_t* block, U8 codes[8]) { nibble_codes(block, codes); }
 };
@@ -54,11 +108,75 @@ struct Decoder<Int4MinLayout> {
   F32 scale, low;
   explicit Decoder(const uint8_t* tile)
       : scale(f_load_f16_bytes(tile)), low(f_load_f16_bytes(tile + 32)) {}
-  void scales(const uint8_t*, int, F32 step[1], F32& minimum) const {
+  void scales(const uint8_t*, int, F32 step[1], F32 minimum[1]) const {
     step[0] = scale;
-    minimum = low;
+    minimum[0] = low;
   }
   static void codes(const uint8_t* block, U8 codes[8]) { nibble_codes(block, codes); }
+};
+
+template <>
+struct Decoder<Int5Layout> : Decoder<Int4Layout> {
+  using Decoder<Int4Layout>::Decoder;
+  static void codes(const uint8_t* block, U8 codes[8]) {
+    nibble_codes(block, codes);
+    add_bit_plane<4>(block + 256, codes);
+  }
+};
+
+template <>
+struct Decoder<Int5MinLayout> : Decoder<Int4MinLayout> {
+  using Decoder<Int4MinLayout>::Decoder;
+  static void codes(const uint8_t* block, U8 codes[8]) { Decoder<Int5Layout>::codes(block, codes); }
+};
+
+template <>
+struct Decoder<Lut4NlLayout> : Decoder<Int4Layout> {
+  using Decoder<Int4Layout>::Decoder;
+  static void codes(const uint8_t* block, U8 codes[8]) { lut_codes<Lut4NlLayout>(block, codes); }
+};
+
+template <>
+struct Decoder<Mxfp4Layout> {
+  F32 scale;
+  explicit Decoder(const uint8_t* tile)
+      : scale(f_ldexp(f_set1(1.0f), f_sub(f_load_u8(tile), f_set1(128.0f)))) {}
+  void scales(const uint8_t*, int, F32 step[1], F32*) const { step[0] = scale; }
+  static void codes(const uint8_t* block, U8 codes[8]) { lut_codes<Mxfp4Layout>(block, codes); }
+};
+
+template <>
+struct Decoder<K2Layout> {
+  F32 d, minus_dmin;
+  explicit Decoder(const uint8_t* tile)
+      : d(f_load_f16_bytes(tile)), minus_dmin(f_sub(f_zero(), f_load_f16_bytes(tile + 32))) {}
+  void scales(const uint8_t* tile, int b, F32 step[2], F32 minimum[2]) const {
+    const I32 first = i_load_u8(tile + 64 + 32 * b), second = i_load_u8(tile + 80 + 32 * b);
+    step[0] = f_mul(d, f_from_i(i_take_bits(first, 0, 15)));
+    step[1] = f_mul(d, f_from_i(i_take_bits(second, 0, 15)));
+    minimum[0] = f_mul(minus_dmin, f_from_i(i_take_bits(first, 4, 15)));
+    minimum[1] = f_mul(minus_dmin, f_from_i(i_take_bits(second, 4, 15)));
+  }
+  static void codes(const uint8_t* block, U8 codes[8]) { pair_codes(block, codes); }
+};
+
+template <>
+struct Decoder<K3Layout> {
+  F32 d;
+  explicit Decoder(const uint8_t* tile) : d(f_load_f16_bytes(tile)) {}
+  void scales(const uint8_t* tile, int b, F32 step[2], F32*) const {
+    const I32 low = i_load_u8(tile + 32 + 16 * b), high = i_load_u8(tile + 160 + 16 * (b / 2));
+    const F32 sixteen = f_set1(16.0f), zero = f_set1(-32.0f);
+    for (int s = 0; s < 2; ++s) {
+      const F32 upper = f_from_i(i_take_bits(high, b % 2 * 4 + s * 2, 3));
+      const F32 sc = f_fma(upper, sixteen, f_from_i(i_take_bits(low, 4 * s, 15)));
+      step[s] = f_mul(d, f_add(sc, zero));
+    }
+  }
+  static void codes(const uint8_t* block, U8 codes[8]) {
+    pair_codes(block, codes);
+    add_bit_plane<2>(block + 128, codes);
+  }
 };
 
 template <>
@@ -66,33 +184,41 @@ struct Decoder<K4Layout> {
   F32 d, minus_dmin;
   explicit Decoder(const uint8_t* tile)
       : d(f_load_f16_bytes(tile)), minus_dmin(f_sub(f_zero(), f_load_f16_bytes(tile + 32))) {}
-  void scales(const uint8_t* tile, int b, F32 step[1], F32& minimum) const {
+  void scales(const uint8_t* tile, int b, F32 step[1], F32 minimum[1]) const {
     step[0] = f_mul(d, f_load_u8(tile + 64 + 16 * b));
-    minimum = f_mul(minus_dmin, f_load_u8(tile + 192 + 16 * b));
+    minimum[0] = f_mul(minus_dmin, f_load_u8(tile + 192 + 16 * b));
   }
   static void codes(const uint8_t* block, U8 codes[8]) { nibble_codes(block, codes); }
+};
+
+template <>
+struct Decoder<K4NlLayout> {
+  F32 d;
+  explicit Decoder(const uint8_t* tile) : d(f_load_f16_bytes(tile)) {}
+  void scales(const uint8_t* tile, int b, F32 step[1], F32*) const {
+    step[0] = f_mul(d, f_load_i8(reinterpret_cast<const int8_t*>(tile + 32 + 16 * b)));
+  }
+  static void codes(const uint8_t* block, U8 codes[8]) { lut_codes<K4NlLayout>(block, codes); }
+};
+
+template <>
+struct Decoder<K5Layout> : Decoder<K4Layout> {
+  using Decoder<K4Layout>::Decoder;
+  static void codes(const uint8_t* block, U8 codes[8]) { Decoder<Int5Layout>::codes(block, codes); }
 };
 
 template <>
 struct Decoder<K6Layout> {
   F32 d;
   explicit Decoder(const uint8_t* tile) : d(f_load_f16_bytes(tile)) {}
-  void scales(const uint8_t* tile, int b, F32 step[2], F32&) const {
+  void scales(const uint8_t* tile, int b, F32 step[2], F32*) const {
     const auto* sc = reinterpret_cast<const int8_t*>(tile + 32 + 32 * b);
     step[0] = f_mul(d, f_load_i8(sc));
     step[1] = f_mul(d, f_load_i8(sc + 16));
   }
   static void codes(const uint8_t* block, U8 codes[8]) {
     nibble_codes(block, codes);
-    const U8 first = u8_load(block + 256), second = u8_load(block + 320);
-    codes[0] = u8_add_bits2<0>(codes[0], first);
-    codes[1] = u8_add_bits2<2>(codes[1], first);
-    codes[2] = u8_add_bits2<4>(codes[2], first);
-    codes[3] = u8_add_bits2<6>(codes[3], first);
-    codes[4] = u8_add_bits2<0>(codes[4], second);
-    codes[5] = u8_add_bits2<2>(codes[5], second);
-    codes[6] = u8_add_bits2<4>(codes[6], second);
-    codes[7] = u8_add_bits2<6>(codes[7], second);
+    add_pair_plane<4>(block + 256, codes);
   }
 };
 

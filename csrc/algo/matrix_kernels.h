@@ -31,14 +31,20 @@ inline void quantize_block(F32 a, F32 b, const LayoutFacts& facts, ActivationBlo
   i_store_i8(out.q, first);
   i_store_i8(out.q + 16, second);
   out.scale = scale;
+  int32_t sum[2] = {};
   if (facts.steps == 2) {
-    out.init[0] = -facts.zero * i_sum(first);
-    out.init[1] = -facts.zero * i_sum(second);
-    return;
+    sum[0] = i_sum(first);
+    sum[1] = i_sum(second);
+  } else {
+    sum[0] = i_sum(i_add(first, second));
   }
-  const int32_t sum = i_sum(i_add(first, second));
-  out.init[0] = -facts.zero * sum;
-  out.sum = static_cast<float>(sum) * scale;
+  for (int s = 0; s < 2; ++s) {
+    if (facts.has_min) {
+      out.sum[s] = static_cast<float>(sum[s]) * scale;
+    } else {
+      out.init[s] = -facts.zero * sum[s];
+    }
+  }
 }
 
 inline void store_block(F32 a, F32 b, const Activations& act, int64_t row, int64_t first) {

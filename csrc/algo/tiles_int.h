@@ -2,8 +2,8 @@
 //
 // Per 16 output channels, token and block of 32 input channels: an exact integer dot, then the
 // float steps acc = fma(float(dot), weight_scale * activation_scale, acc), one per scale in
-// ascending order, then acc = fma(minimum, activation_sum, acc) for formats with a minimum. Every
-// path below performs these same steps in this same order, so all give the same bits.
+// ascending order, then acc = fma(minimum, activation_sum, acc) for each where a format has minima.
+// Every path below performs these same steps in this same order, so all give the same bits.
 //
 // With few tokens nothing is prefetched by hand: a worker's bytes are ascending streams, and asking
 // for every line ahead of the hardware prefetcher cost a tenth of the bandwidth where measured.
@@ -17,27 +17,41 @@ inline int64_t activation_row(const TileJob& job, int64_t i) {
   return job.rows != nullptr ? job.rows[i] : i;
 }
 
+// What the dot of step s begins with.
+template <class Layout>
+inline int32_t first_sum(const ActivationBlock& x, int s) {
+  static_assert(!Layout::kMin || Layout::kZero == 0);
+  if constexpr (Layout::kMin) return 0;
+  return x.init[s];
+}
+
 // One block of one token: codes[8] in registers -> acc.
 template <class Layout>
-inline F32 add_block(const U8 codes[8], const F32 step[Layout::kSteps], F32 minimum,
-                     const ActivationBlock& x, F32 acc) {
+inline F32 add_block(const U8 codes[8], const F32 step[Layout::kSteps],
+                     const F32 minimum[Layout::kSteps], const ActivationBlock& x, F32 acc) {
   constexpr int kQuads = 8 / Layout::kSteps;
   const F32 scale = f_set1(x.scale);
 #pragma GCC unroll 2
   for (int s = 0; s < Layout::kSteps; ++s) {
-    auto dots = Acc<Layout::kBits>::start(x.init[s]);
+    const int32_t init = first_sum<Layout>(x, s);
+    auto dots = Acc<Layout::kBits>::start(init);
 #pragma GCC unroll 8
     for (int j = s * kQuads; j < (s + 1) * kQuads; ++j) dots.dot(codes[j], quad_load(x.q + 4 * j));
-    acc = f_fma(f_from_i(dots.result(x.init[s])), f_mul(step[s], scale), acc);
+    acc = f_fma(f_from_i(dots.result(init)), f_mul(step[s], scale), acc);
   }
-  if constexpr (Layout::kMin) acc = f_fma(minimum, f_set1(x.sum), acc);
+  if constexpr (Layout::kMin) {
+#pragma GCC unroll 2
+    for (int s = 0; s < Layout::kSteps; ++s) acc = f_fma(minimum[s], f_set1(x.sum[s]), acc);
+  }
   return acc;
 }
 
-// Few tokens: decode in registers, use at once, stream on.
+// Few tokens: decode in registers, use at once, stream on. Inlined by force: where GCC 12 left it
+// out of line it took acc for unchanged and dropped the call.
 template <class Layout, int kTokens, bool kOneBlock>
-inline void direct_row_tile(const TileJob& job, const uint8_t* tile,
-                            const ActivationBlock* const x[kTokens], F32 acc[kTokens]) {
+[[gnu::always_inline]] inline void direct_row_tile(const TileJob& job, const uint8_t* tile,
+                                                   const ActivationBlock* const x[kTokens],
+                                                   F32 acc[kTokens]) {
   const int tile_blocks = kOneBlock ? 1 : job.tile_blocks;
   for (int64_t first = 0; first < job.blocks; first += tile_blocks, tile += job.tile_bytes) {
     const Decoder<Layout> decoder(tile);
@@ -47,7 +61,7 @@ inline void direct_row_tile(const TileJob& job, const uint8_t* tile,
         for (int i = 0; i < Layout::kBlock + 64; i += 64) prefetch(block + kPrefetchBytes + i);
       U8 codes[8];
       Decoder<Layout>::codes(block, codes);
-      F32 step[Layout::kSteps], minimum = f_zero();
+      F32 step[Layout::kSteps], minimum[Layout::kSteps];
       decoder.scales(tile, b, step, minimum);
 #pragma GCC unroll 16
       for (int i = 0; i < kTokens; ++i)
@@ -80,7 +94,7 @@ template <class Layout>
 struct Decoded {
   uint8_t codes[kDecodedBlocks][8][64];
   float step[kDecodedBlocks][Layout::kSteps][16];
-  float minimum[kDecodedBlocks][16];
+  float minimum[kDecodedBlocks][Layout::kSteps][16];
 };
 
 template <class Layout>
@@ -93,10 +107,12 @@ void decode_blocks(const TileJob& job, int t, int64_t first, int count, Decoded<
       U8 codes[8];
       Decoder<Layout>::codes(tile + Layout::kHeader + int64_t{b} * Layout::kBlock, codes);
       for (int j = 0; j < 8; ++j) u8_store(out.codes[done][j], codes[j]);
-      F32 step[Layout::kSteps], minimum = f_zero();
+      F32 step[Layout::kSteps], minimum[Layout::kSteps];
       decoder.scales(tile, b, step, minimum);
-      for (int s = 0; s < Layout::kSteps; ++s) f_store(out.step[done][s], step[s]);
-      if constexpr (Layout::kMin) f_store(out.minimum[done], minimum);
+      for (int s = 0; s < Layout::kSteps; ++s) {
+        f_store(out.step[done][s], step[s]);
+        if constexpr (Layout::kMin) f_store(out.minimum[done][s], minimum[s]);
+      }
     }
     b = 0;
     tile += job.tile_bytes;
@@ -119,19 +135,21 @@ void multiply_decoded(const TileJob& job, int t, const Decoded<Layout>& decoded,
   for (int b = 0; b < count; ++b) {
     for (int s = 0; s < Layout::kSteps; ++s) {
       Acc<Layout::kBits> dots[kTokens];
-      for (int i = 0; i < kTokens; ++i) dots[i] = Acc<Layout::kBits>::start(x[i][b].init[s]);
+      for (int i = 0; i < kTokens; ++i)
+        dots[i] = Acc<Layout::kBits>::start(first_sum<Layout>(x[i][b], s));
       for (int j = s * kQuads; j < (s + 1) * kQuads; ++j) {
         const U8 codes = u8_load(decoded.codes[b][j]);
         for (int i = 0; i < kTokens; ++i) dots[i].dot(codes, quad_load(x[i][b].q + 4 * j));
       }
       const F32 step = f_load(decoded.step[b][s]);
       for (int i = 0; i < kTokens; ++i)
-        acc[i] = f_fma(f_from_i(dots[i].result(x[i][b].init[s])),
+        acc[i] = f_fma(f_from_i(dots[i].result(first_sum<Layout>(x[i][b], s))),
                        f_mul(step, f_set1(x[i][b].scale)), acc[i]);
     }
     if constexpr (Layout::kMin)
-      for (int i = 0; i < kTokens; ++i)
-        acc[i] = f_fma(f_load(decoded.minimum[b]), f_set1(x[i][b].sum), acc[i]);
+      for (int s = 0; s < Layout::kSteps; ++s)
+        for (int i = 0; i < kTokens; ++i)
+          acc[i] = f_fma(f_load(decoded.minimum[b][s]), f_set1(x[i][b].sum[s]), acc[i]);
   }
   for (int i = 0; i < kTokens; ++i) f_store(out + i * out_ld, acc[i]);
 }
@@ -180,7 +198,7 @@ void int_tiles(const TileJob& job) {
     }
   }
   for_token_blocks<kDirectTokens>(job.m, [&]<int kTokens>(int i) {
-    if (Layout::kTileBlocks == 0 && job.tile_blocks == 1) {
+    if (Layout::kTileBlocks < 2 && job.tile_blocks == 1) {
       direct_tiles<Layout, kTokens, true>(job, i);
     } else {
       direct_tiles<Layout, kTokens, false>(job, i);

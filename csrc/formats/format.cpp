@@ -1,5 +1,6 @@
 #include "formats/format.h"
 
+#include <cmath>
 #include <cstring>
 
 #include "core/error.h"
@@ -32,6 +33,36 @@ int nibble(const uint8_t* block, int k, int c) {
   return k < 16 ? byte & 15 : byte >> 4;
 }
 
+// Bits of the pair plane and of the bit plane.
+int pair_bits(const uint8_t* plane, int k, int c) {
+  return plane[k / 16 * 64 + c * 4 + k % 4] >> (2 * (k / 4 % 4)) & 3;
+}
+int plane_bit(const uint8_t* plane, int k, int c) { return plane[c * 4 + k % 4] >> (k / 4) & 1; }
+int five_bits(const uint8_t* block, int k, int c) {
+  return nibble(block, k, c) | plane_bit(block + 256, k, c) << 4;
+}
+
+// d * code - dmin * minimum of one sub-block, the header of k4 and k5.
+float k4_element(const uint8_t* tile, int b, int c, int code) {
+  const float scale = half_at(tile, c) * static_cast<float>(tile[64 + b * 16 + c]);
+  const float low = half_at(tile + 32, c) * static_cast<float>(tile[192 + b * 16 + c]);
+  return scale * static_cast<float>(code) - low;
+}
+
+float k2_element(const uint8_t* tile, int b, int k, int c, int code) {
+  const uint8_t both = tile[64 + (2 * b + k / 16) * 16 + c];
+  const float scale = half_at(tile, c) * static_cast<float>(both & 15);
+  const float low = half_at(tile + 32, c) * static_cast<float>(both >> 4);
+  return scale * static_cast<float>(code) - low;
+}
+
+float k3_element(const uint8_t* tile, int b, int k, int c, int code) {
+  const int low = tile[32 + b * 16 + c] >> (k / 16 * 4) & 15;
+  const int high = tile[160 + b / 2 * 16 + c] >> (b % 2 * 4 + k / 16 * 2) & 3;
+  return half_at(tile, c) * static_cast<float>((low | high << 4) - 32) *
+         static_cast<float>(code - 4);
+}
+
 // Element (k, c) of block `b` of a tile; k counts inside the block.
 float element(FormatKind kind, const uint8_t* tile, int b, int k, int c) {
   const LayoutFacts& f = layout_facts(kind);
@@ -62,15 +93,28 @@ float element(FormatKind kind, const uint8_t* tile, int b, int k, int c) {
       return half_at(tile, c) * static_cast<float>(nibble(block, k, c) - tile[32 + c]);
     case FormatKind::kInt4Min:
       return half_at(tile, c) * static_cast<float>(nibble(block, k, c)) + half_at(tile + 32, c);
-    case FormatKind::kK4: {
-      const float scale = half_at(tile, c) * static_cast<float>(tile[64 + b * 16 + c]);
-      const float low = half_at(tile + 32, c) * static_cast<float>(tile[192 + b * 16 + c]);
-      return scale * static_cast<float>(nibble(block, k, c)) - low;
-    }
+    case FormatKind::kInt5:
+      return half_at(tile, c) * static_cast<float>(five_bits(block, k, c) - 16);
+    case FormatKind::kInt5Min:
+      return half_at(tile, c) * static_cast<float>(five_bits(block, k, c)) + half_at(tile + 32, c);
+    case FormatKind::kLut4Nl:
+      return half_at(tile, c) * static_cast<float>(Lut4NlLayout::kValues[nibble(block, k, c)]);
+    case FormatKind::kMxfp4:
+      return std::ldexp(static_cast<float>(Mxfp4Layout::kValues[nibble(block, k, c)]),
+                        tile[c] - 128);
+    case FormatKind::kK2:
+      return k2_element(tile, b, k, c, pair_bits(block, k, c));
+    case FormatKind::kK3:
+      return k3_element(tile, b, k, c, pair_bits(block, k, c) | plane_bit(block + 128, k, c) << 2);
+    case FormatKind::kK4:
+      return k4_element(tile, b, c, nibble(block, k, c));
+    case FormatKind::kK4Nl:
+      return half_at(tile, c) * static_cast<float>(static_cast<int8_t>(tile[32 + b * 16 + c])) *
+             static_cast<float>(K4NlLayout::kValues[nibble(block, k, c)]);
+    case FormatKind::kK5:
+      return k4_element(tile, b, c, five_bits(block, k, c));
     case FormatKind::kK6: {
-      const int quad = k / 4;
-      const uint8_t high = block[256 + quad / 4 * 64 + c * 4 + k % 4] >> (2 * (quad % 4));
-      const int code = nibble(block, k, c) | ((high & 3) << 4);
+      const int code = nibble(block, k, c) | pair_bits(block + 256, k, c) << 4;
       const auto sc = static_cast<int8_t>(tile[32 + (2 * b + k / 16) * 16 + c]);
       return half_at(tile, c) * static_cast<float>(sc) * static_cast<float>(code - 32);
     }

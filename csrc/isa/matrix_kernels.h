@@ -9,11 +9,14 @@
 namespace moestro {
 
 // 32 input channels of one token as the integer kernels read them: one pointer per token.
-struct ActivationBlock {
+struct alignas(16) ActivationBlock {
   int8_t q[32];
-  float scale;      // amax / 127
-  float sum;        // sum of q times scale, for formats with a minimum
-  int32_t init[2];  // -kZero * sum of q, one per float step
+  float scale;  // amax / 127
+  // One per float step; a format has a zero or a minimum, never both.
+  union {
+    int32_t init[2];  // -kZero * sum of q
+    float sum[2];     // sum of q times scale, for formats with a minimum
+  };
 };
 static_assert(sizeof(ActivationBlock) == 48);
 

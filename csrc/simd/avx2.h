@@ -145,6 +145,16 @@ inline F32 f_load_u8(const uint8_t* p) {
   return {_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(x)),
           _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_srli_si128(x, 8)))};
 }
+inline I32 i_load_u8(const uint8_t* p) {
+  const __m128i x = load128(p);
+  return {_mm256_cvtepu8_epi32(x), _mm256_cvtepu8_epi32(_mm_srli_si128(x, 8))};
+}
+inline I32 i_take_bits(I32 x, int shift, int32_t mask) {
+  const __m128i count = _mm_cvtsi32_si128(shift);
+  const __m256i bits = _mm256_set1_epi32(mask);
+  return {_mm256_and_si256(_mm256_srl_epi32(x.a, count), bits),
+          _mm256_and_si256(_mm256_srl_epi32(x.b, count), bits)};
+}
 inline F32 f_from_i(I32 x) { return {_mm256_cvtepi32_ps(x.a), _mm256_cvtepi32_ps(x.b)}; }
 inline I32 i_from_f(F32 x) { return {_mm256_cvtps_epi32(x.a), _mm256_cvtps_epi32(x.b)}; }
 inline F32 f_pow2i(I32 n) {
@@ -184,19 +194,30 @@ inline U8 u8_high_nibbles(U8 x) {
   return {_mm256_and_si256(_mm256_srli_epi16(x.a, 4), mask),
           _mm256_and_si256(_mm256_srli_epi16(x.b, 4), mask)};
 }
-template <int kShift>
-inline __m256i bits2_to_4(__m256i high) {
-  if constexpr (kShift <= 4) {
-    high = _mm256_slli_epi16(high, 4 - kShift);
+// Bytes shifted within 16-bit words; callers mask what crosses from the neighbour.
+template <int kFrom, int kTo>
+inline __m256i shift_bits(__m256i x) {
+  if constexpr (kFrom <= kTo) {
+    return _mm256_slli_epi16(x, kTo - kFrom);
   } else {
-    high = _mm256_srli_epi16(high, kShift - 4);
+    return _mm256_srli_epi16(x, kFrom - kTo);
   }
-  return _mm256_and_si256(high, _mm256_set1_epi8(0x30));
 }
-template <int kShift>
-inline U8 u8_add_bits2(U8 low, U8 high) {
-  return {_mm256_or_si256(low.a, bits2_to_4<kShift>(high.a)),
-          _mm256_or_si256(low.b, bits2_to_4<kShift>(high.b))};
+template <int kCount, int kFrom, int kTo>
+inline U8 u8_add_bits(U8 low, U8 high) {
+  const __m256i mask = _mm256_set1_epi8(((1 << kCount) - 1) << kTo);
+  return {_mm256_or_si256(low.a, _mm256_and_si256(shift_bits<kFrom, kTo>(high.a), mask)),
+          _mm256_or_si256(low.b, _mm256_and_si256(shift_bits<kFrom, kTo>(high.b), mask))};
+}
+template <int kFrom>
+inline U8 u8_take_bits2(U8 x) {
+  const __m256i mask = _mm256_set1_epi8(3);
+  return {_mm256_and_si256(shift_bits<kFrom, 0>(x.a), mask),
+          _mm256_and_si256(shift_bits<kFrom, 0>(x.b), mask)};
+}
+inline U8 u8_lookup(U8 x, const uint8_t* table) {
+  const __m256i values = _mm256_broadcastsi128_si256(load128(table));
+  return {_mm256_shuffle_epi8(values, x.a), _mm256_shuffle_epi8(values, x.b)};
 }
 inline U8 u8_xor(U8 x, U8 y) { return {_mm256_xor_si256(x.a, y.a), _mm256_xor_si256(x.b, y.b)}; }
 inline void opaque(F32& x) { __asm__ volatile("" : "+x"(x.a), "+x"(x.b)); }

@@ -101,6 +101,12 @@ inline F32 f_load_u8(const uint8_t* p) {
   return _mm512_cvtepi32_ps(
       _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
 }
+inline I32 i_load_u8(const uint8_t* p) {
+  return _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+}
+inline I32 i_take_bits(I32 a, int shift, int32_t mask) {
+  return _mm512_and_si512(_mm512_srl_epi32(a, _mm_cvtsi32_si128(shift)), _mm512_set1_epi32(mask));
+}
 inline F32 f_from_i(I32 a) { return _mm512_cvtepi32_ps(a); }
 inline I32 i_from_f(F32 a) { return _mm512_cvtps_epi32(a); }
 inline F32 f_pow2i(I32 n) {
@@ -117,17 +123,28 @@ inline U8 u8_low_nibbles(U8 a) { return {_mm512_and_si512(a.v, _mm512_set1_epi8(
 inline U8 u8_high_nibbles(U8 a) {
   return {_mm512_and_si512(_mm512_srli_epi16(a.v, 4), _mm512_set1_epi8(15))};
 }
-template <int kShift>
-inline U8 u8_add_bits2(U8 low, U8 high) {
-  const __m512i mask = _mm512_set1_epi8(0x30);
-  __m512i bits;
-  if constexpr (kShift <= 4) {
-    bits = _mm512_slli_epi16(high.v, 4 - kShift);
+// Bytes shifted within 16-bit words; callers mask what crosses from the neighbour.
+template <int kFrom, int kTo>
+inline __m512i shift_bits(__m512i x) {
+  if constexpr (kFrom <= kTo) {
+    return _mm512_slli_epi16(x, kTo - kFrom);
   } else {
-    bits = _mm512_srli_epi16(high.v, kShift - 4);
+    return _mm512_srli_epi16(x, kFrom - kTo);
   }
+}
+template <int kCount, int kFrom, int kTo>
+inline U8 u8_add_bits(U8 low, U8 high) {
+  const __m512i mask = _mm512_set1_epi8(((1 << kCount) - 1) << kTo);
   // low | (bits & mask)
-  return {_mm512_ternarylogic_epi64(low.v, bits, mask, 0xf8)};
+  return {_mm512_ternarylogic_epi64(low.v, shift_bits<kFrom, kTo>(high.v), mask, 0xf8)};
+}
+template <int kFrom>
+inline U8 u8_take_bits2(U8 a) {
+  return {_mm512_and_si512(shift_bits<kFrom, 0>(a.v), _mm512_set1_epi8(3))};
+}
+inline U8 u8_lookup(U8 a, const uint8_t* table) {
+  const __m128i values = _mm_loadu_si128(reinterpret_cast<const __m128i*>(table));
+  return {_mm512_shuffle_epi8(_mm512_broadcast_i32x4(values), a.v)};
 }
 inline U8 u8_xor(U8 a, U8 b) { return {_mm512_xor_si512(a.v, b.v)}; }
 inline void opaque(F32& a) { __asm__ volatile("" : "+v"(a)); }

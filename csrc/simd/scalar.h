@@ -165,6 +165,16 @@ inline F32 f_load_u8(const uint8_t* p) {
   MOESTRO_LANES(r.v[i] = static_cast<float>(p[i]))
   return r;
 }
+inline I32 i_load_u8(const uint8_t* p) {
+  I32 r;
+  MOESTRO_LANES(r.v[i] = p[i])
+  return r;
+}
+// (a >> shift) & mask
+inline I32 i_take_bits(I32 a, int shift, int32_t mask) {
+  MOESTRO_LANES(a.v[i] = a.v[i] >> shift & mask)
+  return a;
+}
 inline F32 f_from_i(I32 a) {
   F32 r;
   MOESTRO_LANES(r.v[i] = static_cast<float>(a.v[i]))
@@ -206,11 +216,23 @@ inline U8 u8_high_nibbles(U8 a) {
   for (auto& x : a.v) x >>= 4;
   return a;
 }
-// low | ((high >> shift) & 3) << 4
-template <int kShift>
-inline U8 u8_add_bits2(U8 low, U8 high) {
-  for (int i = 0; i < 64; ++i) low.v[i] |= ((high.v[i] >> kShift) & 3) << 4;
+// low | (kCount bits of high from kFrom on) << kTo
+template <int kCount, int kFrom, int kTo>
+inline U8 u8_add_bits(U8 low, U8 high) {
+  constexpr int kMask = (1 << kCount) - 1;
+  for (int i = 0; i < 64; ++i) low.v[i] |= ((high.v[i] >> kFrom) & kMask) << kTo;
   return low;
+}
+// Two bits from kFrom on.
+template <int kFrom>
+inline U8 u8_take_bits2(U8 a) {
+  for (auto& x : a.v) x = x >> kFrom & 3;
+  return a;
+}
+// table[a], a below 16.
+inline U8 u8_lookup(U8 a, const uint8_t* table) {
+  for (auto& x : a.v) x = table[x];
+  return a;
 }
 inline U8 u8_xor(U8 a, const U8& b) {
   for (int i = 0; i < 64; ++i) a.v[i] ^= b.v[i];

@@ -84,6 +84,68 @@ def write_gguf(model: PreTrainedModel, path: Path, *, one_tensor_per_expert: boo
     return path
 
 
+#: GGUF type -> (elements, bytes, {offset of a float16: its size in units of the scale}) of a block,
+#: so that random bytes give values around zero.
+QUANTIZED_BLOCKS: dict[str, tuple[int, int, dict[int, float]]] = {
+    "Q4_0": (32, 18, {0: 1}),
+    "Q4_1": (32, 20, {0: 1, 2: -7.5}),
+    "Q5_0": (32, 22, {0: 1}),
+    "Q5_1": (32, 24, {0: 1, 2: -15.5}),
+    "Q8_0": (32, 34, {0: 1}),
+    "IQ4_NL": (32, 18, {0: 1}),
+    "MXFP4": (32, 17, {}),
+    "IQ4_XS": (256, 136, {0: 1}),
+    "Q2_K": (256, 84, {80: 1, 82: 1.5}),
+    "Q3_K": (256, 110, {108: 1}),
+    "Q4_K": (256, 144, {0: 1, 2: 7.5}),
+    "Q5_K": (256, 176, {0: 1, 2: 15.5}),
+    "Q6_K": (256, 210, {208: 1}),
+}
+
+
+def write_quantized_gguf(model: PreTrainedModel, path: Path, source_type: str) -> Path:
+    """A GGUF whose matrices (not the router's) hold random blocks of one type.
+
+    The model's own weights become what the gguf package decodes from them.
+    """
+    kind = gguf.GGMLQuantizationType[source_type]
+    writer = gguf.GGUFWriter(path, GGUF_ARCHITECTURES[model.config.model_type])
+    _add_metadata(writer, model.config)
+    rng = np.random.default_rng(0)
+    for name, tensor in _gguf_tensors(model, False).items():
+        if tensor.dim() == 1 or name.endswith("ffn_gate_inp.weight"):
+            writer.add_tensor(name, np.ascontiguousarray(tensor.float().numpy()))
+            continue
+        raw = _random_blocks(source_type, tuple(tensor.shape), rng)
+        with torch.no_grad():
+            tensor.copy_(torch.from_numpy(gguf.quants.dequantize(raw, kind)))
+        writer.add_tensor(name, raw, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def _random_blocks(source_type: str, shape: tuple[int, ...], rng: np.random.Generator) -> Any:
+    """uint8 [..., bytes per row]: random codes, values as spread as ``make`` has them."""
+    elements, nbytes, fields = QUANTIZED_BLOCKS[source_type]
+    raw = rng.integers(0, 256, (*shape[:-1], shape[-1] // elements, nbytes), dtype=np.uint8)
+    spread = 2 * shape[-1] ** -0.5
+    if not fields:  # a shared power of two per block
+        raw[..., 0] = rng.integers(-1, 2, raw.shape[:-1]) + 126 + round(np.log2(spread / 6))
+        return raw.reshape(*shape[:-1], -1)
+    scale = 1.0
+    for _ in range(2):
+        for at, factor in fields.items():
+            sizes = scale * factor * rng.uniform(0.5, 1, raw.shape[:-1])
+            raw[..., at : at + 2] = sizes.astype(np.float16)[..., None].view(np.uint8)
+        flat = raw.reshape(*shape[:-1], -1)
+        values = gguf.quants.dequantize(flat, gguf.GGMLQuantizationType[source_type])
+        scale = spread / float(values.std())
+    return flat
+
+
 def _add_metadata(writer: gguf.GGUFWriter, config: Any) -> None:
     head_dim = getattr(config, "head_dim", None) or (
         config.hidden_size // config.num_attention_heads

@@ -91,7 +91,7 @@ def test_random_code_bytes_match_scalar(isa: str) -> None:
         assert torch.allclose(*outs, rtol=0, atol=0, equal_nan=True), name
 
 
-@pytest.mark.parametrize("name", ["int4-g32", "k6", "f32"])
+@pytest.mark.parametrize("name", ["int4-g32", "k2", "k6", "f32"])
 @pytest.mark.parametrize("isa", ISAS)
 def test_non_finite_activations_give_nan_in_their_row_only(name: str, isa: str) -> None:
     weight = cases.random_weight(name, 32, 256)
@@ -153,8 +153,8 @@ def test_embedding_rows_decode_exactly() -> None:
 def test_wrong_arguments_are_refused() -> None:
     weight = cases.random_weight("int4-g32", 16, 32)
     x, out = torch.zeros(2, 32), torch.zeros(2, 16)
-    with pytest.raises(UnsupportedFormat, match="int5"):
-        native.core.linear(None, x, "int5-g32", weight.data, 16, 32, out, cases.rows_of(2))
+    with pytest.raises(UnsupportedFormat, match="int7"):
+        native.core.linear(None, x, "int7-g32", weight.data, 16, 32, out, cases.rows_of(2))
     with pytest.raises(UnsupportedFormat, match="int4-g48"):
         native.core.linear(None, x, "int4-g48", weight.data, 16, 32, out, cases.rows_of(2))
     with pytest.raises(InvalidRequest, match="weight bytes"):

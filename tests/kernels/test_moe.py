@@ -145,7 +145,14 @@ def test_values_against_float64(name: str) -> None:
 @pytest.mark.parametrize("isa", ISAS)
 def test_formats_may_differ_between_gate_up_and_down(isa: str) -> None:
     """As in files that keep some down projections at more bits (two-step and minimum formats)."""
-    for names in (("int4-g32", "k4", "k6"), ("f32", "int8-g32", "bf16"), ("k4", "k4", "k6")):
+    for names in (
+        ("int4-g32", "k4", "k6"),
+        ("f32", "int8-g32", "bf16"),
+        ("k4", "k4", "k6"),
+        ("k2", "k2", "k3"),
+        ("k3", "k4nl", "k5"),
+        ("mxfp4", "int5-g32", "int5m-g32"),
+    ):
         case = make(names, tokens=7, hidden=256, inter=256)
         with cases.running("scalar", 1):
             expected = case.run()

@@ -6,6 +6,8 @@ and 16+4j+i in its high nibble, the pairing that GGUF's Q4_0 and Q4_1 have as we
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import numpy as np
 from torch import Tensor
 
@@ -40,7 +42,6 @@ from moestro.formats.tiles import (
 )
 
 _F16_LANES = 2 * LANES
-_BLOCK_NBYTES = LANES * BLOCK // 2
 
 # Where the extreme goes: whole levels so that weights which already lie on a 4-bit grid are found
 # exactly, finer ones around the ends of the range, and beyond it (clipping) for wider groups.
@@ -54,19 +55,23 @@ _CLIPPED = (*_SYMMETRIC, *(-level for level in (9.5, 10.0, 10.5, 11.0, 12.0, 13.
 _SPREAD = (*(float(n) for n in range(1, 13)), *(13 + n / 2 for n in range(10)))
 
 
-class _Int4Base(TiledFormat):
+class IntFormat(TiledFormat):
     prefix: str
     header: int
+    bits = 4
+    block_nbytes = LANES * BLOCK // 2
+    #: checkpoint type -> bytes per 32 channels
+    sources: ClassVar[dict[str, int]] = {"Q4_0": 18, "Q4_1": 20}
 
     def __init__(self, group_size: int) -> None:
         self.name = f"{self.prefix}-g{group_size}" if group_size else f"{self.prefix}-row"
         self.group_size = group_size
 
     def tile_nbytes(self, cols: int) -> int:
-        return self.header + self.group(cols) // BLOCK * _BLOCK_NBYTES
+        return self.header + self.group(cols) // BLOCK * self.block_nbytes
 
     def source_row_nbytes(self, source_type: str, cols: int) -> int:
-        return -(-cols // BLOCK) * {"Q4_0": 18, "Q4_1": 20}[source_type]
+        return -(-cols // BLOCK) * self.sources[source_type]
 
     def _grouped(self, x: Tensor, importance: Tensor | None) -> tuple[Tensor, Tensor | None]:
         n, k = x.shape
@@ -76,20 +81,28 @@ class _Int4Base(TiledFormat):
 
     def _codes(self, tiles: Bytes) -> Floats:
         """float32 codes [N, G, group]."""
-        paired = lanes_to_quads(code_blocks(tiles, self.header, _BLOCK_NBYTES))
-        codes = split_nibbles(paired).astype(np.float32)
+        blocks = code_blocks(tiles, self.header, self.block_nbytes)
+        codes = self.split_codes(lanes_to_quads(blocks)).astype(np.float32)
         return codes.reshape(codes.shape[0], tiles.shape[1], -1)
+
+    def _lanes(self, codes: Tensor) -> Bytes:
+        """float32 codes [N, G, group] -> [B, C, block bytes]."""
+        flat = byte_codes(codes).reshape(codes.shape[0], -1)
+        return quads_to_lanes(self.join_codes(flat))
+
+    def join_codes(self, codes: Bytes) -> Bytes:
+        """uint8 codes [N, K] -> [N, C, bytes per row of a block]."""
+        return pair_nibbles(codes)
+
+    def split_codes(self, quads: Bytes) -> Bytes:
+        """Inverse of ``join_codes``."""
+        return split_nibbles(quads)
 
     def repack_rows(self, source_type: str, raw: Bytes) -> Bytes:
         raise self.refuse(source_type)
 
 
-def _nibble_lanes(codes: Tensor) -> Bytes:
-    """float32 codes [N, G, group] -> [B, C, 256]."""
-    return quads_to_lanes(pair_nibbles(byte_codes(codes).reshape(codes.shape[0], -1)))
-
-
-class Int4Format(_Int4Base):
+class Int4Format(IntFormat):
     """value = scale * (code - 8). Tile: 16 float16 scales, then the codes."""
 
     prefix = "int4"
@@ -106,7 +119,7 @@ class Int4Format(_Int4Base):
         levels = _SYMMETRIC if self.group_size == BLOCK else _CLIPPED
         scale = fit_symmetric(grouped, w, lo=-8, hi=7, levels=levels)
         codes = round_codes(grouped, scale, -8, 7).add_(8)
-        return assemble([f16_bytes(halves(scale))], _nibble_lanes(codes))
+        return assemble([f16_bytes(halves(scale))], self._lanes(codes))
 
     def code_rows(self, codes: Bytes, scale: Scales, zeros: Bytes | None) -> Bytes:
         return assemble([f16_bytes(scale)], quads_to_lanes(pair_nibbles(codes)))
@@ -122,7 +135,7 @@ class Int4Format(_Int4Base):
         return values.reshape(scale.shape[0], -1)
 
 
-class Int4ZeroFormat(_Int4Base):
+class Int4ZeroFormat(IntFormat):
     """value = scale * (code - zero). Tile: 16 float16 scales, 16 zero points 0..15, the codes."""
 
     prefix = "int4z"
@@ -137,7 +150,7 @@ class Int4ZeroFormat(_Int4Base):
             f16_bytes(halves(scale)),
             lane_bytes(byte_codes(zero.squeeze(-1)), 1),
         ]
-        return assemble(headers, _nibble_lanes(codes))
+        return assemble(headers, self._lanes(codes))
 
     def code_rows(self, codes: Bytes, scale: Scales, zeros: Bytes | None) -> Bytes:
         if zeros is None:
@@ -152,7 +165,7 @@ class Int4ZeroFormat(_Int4Base):
         return values.reshape(scale.shape[0], -1)
 
 
-class Int4MinFormat(_Int4Base):
+class Int4MinFormat(IntFormat):
     """value = scale * code + minimum. Tile: 16 float16 scales, 16 float16 minima, the codes."""
 
     prefix = "int4m"
@@ -168,7 +181,7 @@ class Int4MinFormat(_Int4Base):
         scale, low = fit_affine(grouped, w, hi=15, levels=_SPREAD)
         codes = ((grouped - low) * reciprocal(scale)).round_().clamp_(0, 15)
         headers = [f16_bytes(halves(part)) for part in (scale, low)]
-        return assemble(headers, _nibble_lanes(codes))
+        return assemble(headers, self._lanes(codes))
 
     def repack_rows(self, source_type: str, raw: Bytes) -> Bytes:
         blocks = raw.reshape(raw.shape[0], -1, 20)  # Q4_1: float16 d, float16 m, 16 nibble pairs
@@ -183,7 +196,7 @@ class Int4MinFormat(_Int4Base):
         return values.reshape(scale.shape[0], -1)
 
 
-FORMATS: tuple[_Int4Base, ...] = (
+FORMATS: tuple[IntFormat, ...] = (
     *(Int4Format(group) for group in (32, 64, 128, 0)),
     *(Int4ZeroFormat(group) for group in (32, 64, 128)),
     *(Int4MinFormat(group) for group in (32, 64, 128)),

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -20,6 +22,7 @@ _TINY = 2.0**-25
 
 _F16_MAX = 65504.0
 
+Floats = npt.NDArray[np.float32]
 Rounding = Callable[[Tensor], Tensor]
 
 
@@ -67,26 +70,49 @@ def fit_symmetric(
     ``levels``: where a trial puts the value of largest magnitude, before clamping to lo..hi.
     Raises CheckpointError where no scale within float16 serves.
     """
-    magnitude, index = x.abs().max(-1, keepdim=True)
-    inverse = torch.where(magnitude > _TINY, 1.0 / x.gather(-1, index), torch.zeros_like(magnitude))
-    best = torch.zeros_like(magnitude)
-    best_error = weighted_sum(x * x, w)
 
-    def consider(scale: Tensor, codes: Tensor) -> None:
-        nonlocal best, best_error
-        error = squared_error(x, codes * scale, w)
-        better = error < best_error
-        best = torch.where(better, scale, best)
-        best_error = torch.where(better, error, best_error)
+    def near(scaled: Tensor) -> Tensor:
+        return scaled.round_().clamp_(lo, hi)
 
-    for level in levels:
-        codes = (x * (inverse * level)).round_().clamp_(lo, hi)
-        consider(rounding(_least_squares(x, codes, w)), codes)
-    refined = rounding(_least_squares(x, round_codes(x, best, lo, hi), w))
-    consider(refined, round_codes(x, refined, lo, hi))
-    if bool(((best == 0) & (magnitude > 1.0)).any()):
-        raise _overflow(float(magnitude.max()), max(-lo, hi))
-    return best
+    return _fit_scale(x, w, near, max(-lo, hi), levels, rounding)
+
+
+class Table:
+    """Sixteen whole numbers within -127..127 that 4-bit indices stand for."""
+
+    def __init__(self, values: Sequence[int]) -> None:
+        #: float32 value of each index
+        self.array: Floats = np.array(values, dtype=np.float32)
+        # The nearest of them is the same throughout [n / 2, n / 2 + 1 / 2): halfway points between
+        # whole numbers lie on multiples of a half.
+        middles = np.arange(-256, 256, dtype=np.float32) / 2 + np.float32(0.25)
+        index = np.abs(middles[:, None] - self.array).argmin(axis=1)
+        self._index = torch.from_numpy(index.astype(np.uint8))
+        self._value = torch.from_numpy(self.array[index])
+
+    def near(self, scaled: Tensor) -> Tensor:
+        """The nearest value of the table, float32. May overwrite ``scaled``."""
+        return self._value[_half_steps(scaled)]
+
+    def nearest(self, x: Tensor, scale: Tensor) -> Tensor:
+        """The nearest value of the table to x / scale, float32."""
+        return self.near(x * reciprocal(scale))
+
+    def indices(self, x: Tensor, scale: Tensor) -> Tensor:
+        """The index of ``nearest``, uint8."""
+        return self._index[_half_steps(x * reciprocal(scale))]
+
+
+def fit_table(
+    x: Tensor,
+    w: Tensor | None,
+    table: Table,
+    *,
+    levels: Sequence[float],
+    rounding: Rounding = to_f16,
+) -> Tensor:
+    """As ``fit_symmetric``, so that x is near scale * a value of the table."""
+    return _fit_scale(x, w, table.near, 127, levels, rounding)
 
 
 def fit_zero_point(
@@ -185,6 +211,43 @@ def fit_shared_scale(
     if bool(((best == 0) & (magnitude > 1.0)).any()):
         raise _overflow(float(magnitude.max()), max(-lo, hi))
     return best
+
+
+def _fit_scale(
+    x: Tensor,
+    w: Tensor | None,
+    near: Callable[[Tensor], Tensor],
+    largest: int,
+    levels: Sequence[float],
+    rounding: Rounding,
+) -> Tensor:
+    """Scales [..., 1] for the codes that ``near`` gives for x / scale; ``largest`` of them."""
+    magnitude, index = x.abs().max(-1, keepdim=True)
+    inverse = torch.where(magnitude > _TINY, 1.0 / x.gather(-1, index), torch.zeros_like(magnitude))
+    best = torch.zeros_like(magnitude)
+    best_error = weighted_sum(x * x, w)
+
+    def consider(scale: Tensor, codes: Tensor) -> None:
+        nonlocal best, best_error
+        error = squared_error(x, codes * scale, w)
+        better = (error < best_error) & (magnitude > _TINY)
+        best = torch.where(better, scale, best)
+        best_error = torch.where(better, error, best_error)
+
+    for level in levels:
+        codes = near(x * (inverse * level))
+        consider(rounding(_least_squares(x, codes, w)), codes)
+    refined = rounding(_least_squares(x, near(x * reciprocal(best)), w))
+    refined = torch.where(best != 0, refined, best)
+    consider(refined, near(x * reciprocal(refined)))
+    if bool(((best == 0) & (magnitude > 1.0) & (best_error > 0)).any()):
+        raise _overflow(float(magnitude.max()), largest)
+    return best
+
+
+def _half_steps(scaled: Tensor) -> Tensor:
+    """Which [n / 2, n / 2 + 1 / 2) each lies in, n + 256 within 0..511."""
+    return scaled.mul_(2).floor_().clamp_(-256, 255).add_(256).to(torch.int64)
 
 
 def _least_squares(x: Tensor, codes: Tensor, w: Tensor | None) -> Tensor:

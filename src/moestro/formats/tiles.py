@@ -42,7 +42,8 @@ class TiledFormat(Format):
     """A Format that only has to know how to handle whole 16-row blocks."""
 
     #: pad columns with the row's last value instead of zero, and give them no weight: for formats
-    #: with a minimum, whose range would otherwise be widened to reach a zero nobody reads
+    #: with a minimum, whose range would otherwise be widened to reach a zero nobody reads, and for
+    #: formats without an exact zero
     pads_with_last = False
     #: of integer formats: the largest code, and the code that means zero where no zero points are
     code_max = 0
@@ -280,6 +281,28 @@ def pair_nibbles(codes: Bytes) -> Bytes:
 def split_nibbles(paired: Bytes) -> Bytes:
     """Inverse of ``pair_nibbles``: uint8 [N, C, 16] -> [N, K]."""
     return np.concatenate([paired & 15, paired >> 4], axis=-1).reshape(paired.shape[0], -1)
+
+
+def join_bits(values: Bytes, bits: int) -> Bytes:
+    """1-bit or 2-bit values [N, K] -> planes [N, C, 4 * bits].
+
+    Byte ``h*4 + i`` holds s = 8 / bits channels, ``4 * (h * s + jj) + i`` from bit jj*bits on.
+    """
+    per_byte = 8 // bits
+    quads = values.reshape(values.shape[0], -1, bits, per_byte, 4)
+    joined = quads[:, :, :, 0].copy()
+    for at in range(1, per_byte):
+        joined |= quads[:, :, :, at] << np.uint8(at * bits)
+    return joined.reshape(values.shape[0], -1, 4 * bits)
+
+
+def split_bits(planes: Bytes, bits: int) -> Bytes:
+    """Inverse of ``join_bits``: [N, C, 4 * bits] -> [N, K]."""
+    n, c, _ = planes.shape
+    mask = np.uint8((1 << bits) - 1)
+    parts = planes.reshape(n, c, bits, 1, 4)
+    quads = [(parts >> np.uint8(at * bits)) & mask for at in range(8 // bits)]
+    return np.concatenate(quads, axis=3).reshape(n, -1)
 
 
 def assemble(headers: list[Bytes], blocks: Bytes) -> Bytes:

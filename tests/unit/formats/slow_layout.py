@@ -11,6 +11,11 @@ import struct
 
 import numpy as np
 
+HEADERS = {"int8": 32, "int4": 32, "int4z": 48, "int4m": 64, "int5": 32, "int5m": 64, "lut4nl": 32}
+#: ggml's table of IQ4_NL, and twice the values of e2m1 (sign, two exponent bits, one mantissa bit)
+NONLINEAR = [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113]
+E2M1 = [0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12]
+
 
 def f16(data: bytes, at: int) -> float:
     return struct.unpack_from("<e", data, at)[0]
@@ -25,14 +30,14 @@ def tile_shape(name: str, cols: int) -> tuple[int, int]:
     if name.startswith("fp8"):
         group = math.ceil(cols / 32) * 32 if name == "fp8-row" else int(name[5:])
         return group, 64 + group // 32 * 512
-    if name == "k4":
-        return 256, 2368
-    if name == "k6":
-        return 256, 3360
+    if name == "mxfp4":
+        return 32, 272
+    superblocks = {"k2": 1344, "k3": 1760, "k4": 2368, "k4nl": 2208, "k5": 2880, "k6": 3360}
+    if name in superblocks:
+        return 256, superblocks[name]
     kind, _, size = name.partition("-")
     group = math.ceil(cols / 32) * 32 if size == "row" else int(size[1:])
-    header = {"int8": 32, "int4": 32, "int4z": 48, "int4m": 64}[kind]
-    return group, header + group // 32 * (512 if kind == "int8" else 256)
+    return group, HEADERS[kind] + group // 32 * {"8": 512, "5": 320, "4": 256}[kind[3]]
 
 
 def nibble(block: bytes, k: int, c: int) -> int:
@@ -51,6 +56,11 @@ def e4m3(code: int) -> float:
     else:
         magnitude = (1 + mantissa / 8) * 2.0 ** (exponent - 7)
     return -magnitude if sign else magnitude
+
+
+def one_bit(block: bytes, k: int, c: int) -> int:
+    j, i = divmod(k, 4)
+    return block[c * 4 + i] >> j & 1
 
 
 def high_bits(block: bytes, k: int, c: int) -> int:
@@ -76,18 +86,41 @@ def element(name: str, tile: bytes, k: int, c: int) -> float:
     if kind == "int8":
         code = tile[32 + block * 512 + (kk // 4) * 64 + c * 4 + kk % 4]
         return f16(tile, 2 * c) * (code - 128)
-    if kind == "k4":
-        codes = tile[320 + block * 256 :]
+    if kind == "mxfp4":
+        return math.ldexp(E2M1[nibble(tile[16:], kk, c)], tile[c] - 128)
+    if kind == "k2":
+        both = tile[64 + (k // 16) * 16 + c]
+        code = high_bits(tile[320 + block * 128 :], kk, c)
+        return f16(tile, 2 * c) * (both & 15) * code - f16(tile, 32 + 2 * c) * (both >> 4)
+    if kind == "k3":
+        sub, codes = k // 16, tile[224 + block * 192 :]
+        low = tile[32 + (sub // 2) * 16 + c] >> (4 * (sub % 2)) & 15
+        high = tile[160 + (sub // 4) * 16 + c] >> (2 * (sub % 4)) & 3
+        code = high_bits(codes, kk, c) | one_bit(codes[128:], kk, c) << 2
+        return f16(tile, 2 * c) * ((low | high << 4) - 32) * (code - 4)
+    if kind == "k4nl":
+        scale = struct.unpack_from("b", tile, 32 + block * 16 + c)[0]
+        return f16(tile, 2 * c) * scale * NONLINEAR[nibble(tile[160 + block * 256 :], kk, c)]
+    if kind in ("k4", "k5"):
+        codes = tile[320 + block * (256 if kind == "k4" else 320) :]
+        code = nibble(codes, kk, c)
+        if kind == "k5":
+            code |= one_bit(codes[256:], kk, c) << 4
         scale, low = tile[64 + block * 16 + c], tile[192 + block * 16 + c]
-        return f16(tile, 2 * c) * scale * nibble(codes, kk, c) - f16(tile, 32 + 2 * c) * low
+        return f16(tile, 2 * c) * scale * code - f16(tile, 32 + 2 * c) * low
     if kind == "k6":
         codes = tile[288 + block * 384 :]
         scale = struct.unpack_from("b", tile, 32 + (k // 16) * 16 + c)[0]
         code = nibble(codes, kk, c) | high_bits(codes[256:], kk, c) << 4
         return f16(tile, 2 * c) * scale * (code - 32)
-    header = {"int4": 32, "int4z": 48, "int4m": 64}[kind]
-    code = nibble(tile[header + block * 256 :], kk, c)
+    codes = tile[HEADERS[kind] + block * (320 if kind.startswith("int5") else 256) :]
+    code = nibble(codes, kk, c)
     scale = f16(tile, 2 * c)
+    if kind == "lut4nl":
+        return scale * NONLINEAR[code]
+    if kind.startswith("int5"):
+        code |= one_bit(codes[256:], kk, c) << 4
+        return scale * (code - 16) if kind == "int5" else scale * code + f16(tile, 32 + 2 * c)
     if kind == "int4":
         return scale * (code - 8)
     if kind == "int4z":

@@ -15,9 +15,21 @@ BLOCKS = {
     "Q8_0": (32, 34, (0,)),
     "Q4_0": (32, 18, (0,)),
     "Q4_1": (32, 20, (0, 2)),
+    "Q5_0": (32, 22, (0,)),
+    "Q5_1": (32, 24, (0, 2)),
+    "IQ4_NL": (32, 18, (0,)),
+    "MXFP4": (32, 17, ()),
+    "IQ4_XS": (256, 136, (0,)),
+    "Q2_K": (256, 84, (80, 82)),
+    "Q3_K": (256, 110, (108,)),
     "Q4_K": (256, 144, (0, 2)),
+    "Q5_K": (256, 176, (0, 2)),
     "Q6_K": (256, 210, (208,)),
 }
+
+
+# Of MXFP4's exponents the last with which all its values are finite float32 numbers.
+LARGEST_EXPONENT = 252
 
 
 def blocks(source_type: str, rows: int, per_row: int, rng: np.random.Generator) -> np.ndarray:
@@ -30,6 +42,8 @@ def blocks(source_type: str, rows: int, per_row: int, rng: np.random.Generator) 
         )  # all finite, subnormals too
         bits |= rng.integers(0, 2, (rows, per_row), dtype=np.uint16) << 15
         raw[:, :, at : at + 2] = bits[:, :, None].view(np.uint8)
+    if source_type == "MXFP4":
+        raw[:, :, 0] %= LARGEST_EXPONENT + 1
     return raw.reshape(rows, -1)
 
 
@@ -57,6 +71,7 @@ def test_extreme_codes(source_type, fill):
     keep = np.zeros(nbytes, dtype=bool)
     for at in fields:
         keep[at : at + 2] = True
+    keep[0] |= source_type == "MXFP4"
     wide[:, :, ~keep] = fill
     check(source_type, raw)
 
@@ -68,7 +83,7 @@ def test_many_rows_cross_the_chunks_of_work(source_type):
     check(source_type, blocks(source_type, 400, per_row, np.random.default_rng(5)))
 
 
-@pytest.mark.parametrize("source_type", BLOCKS)
+@pytest.mark.parametrize("source_type", [kind for kind in BLOCKS if BLOCKS[kind][2]])
 @pytest.mark.parametrize("bits", [0x7C00, 0xFC00, 0x7E00])
 def test_infinite_and_nan_scales_are_refused(source_type, bits):
     raw = blocks(source_type, 16, 1, np.random.default_rng(0))
@@ -77,6 +92,19 @@ def test_infinite_and_nan_scales_are_refused(source_type, bits):
     format_ = formats.exact_for(source_type)
     with pytest.raises(CheckpointError, match="1 of 16 weights are not finite"):
         format_.pack_exact(source_type, torch.from_numpy(raw).view(-1), 16, BLOCKS[source_type][0])
+
+
+@pytest.mark.parametrize("exponent", range(256))
+def test_every_shared_exponent_is_exact_or_refused(exponent):
+    raw = np.random.default_rng(exponent).integers(0, 256, (16, 17), dtype=np.uint8)
+    raw[:, 0] = exponent
+    raw[0, 1:] = np.arange(16, dtype=np.uint8) * 17  # all values, twice
+    if exponent <= LARGEST_EXPONENT:
+        check("MXFP4", raw)
+        return
+    format_ = formats.exact_for("MXFP4")
+    with pytest.raises(CheckpointError, match="16 of 16 weights are not finite"):
+        format_.pack_exact("MXFP4", torch.from_numpy(raw).view(-1), 16, 32)
 
 
 @pytest.mark.parametrize(("source_type", "dtype"), [("F32", torch.float32), ("F16", torch.float16),
@@ -95,5 +123,5 @@ def test_float_tensors_keep_every_bit(source_type, dtype, rows, cols):
 @pytest.mark.parametrize("name", formats.names())
 def test_other_sources_are_refused_by_name(name):
     format_ = formats.get(name)
-    with pytest.raises(UnsupportedFormat, match=f"{name} cannot hold Q5_K"):
-        format_.pack_exact("Q5_K", torch.zeros(176, dtype=torch.uint8), 1, 256)
+    with pytest.raises(UnsupportedFormat, match=f"{name} cannot hold IQ2_XS"):
+        format_.pack_exact("IQ2_XS", torch.zeros(74, dtype=torch.uint8), 1, 256)

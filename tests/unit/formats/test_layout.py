@@ -12,6 +12,8 @@ from moestro.core.errors import CheckpointError, UnsupportedFormat
 from moestro.formats.base import PackedWeight
 
 NAMES = formats.names()
+#: formats in which padding beside weights need not decode to zero: nothing reads it
+FREE_PADDING = ["int4m-g32", "int5m-g32", "k2", "k4", "k5", "lut4nl-g32", "k4nl"]
 
 
 def random_bytes(name: str, rows: int, cols: int, seed: int) -> torch.Tensor:
@@ -33,13 +35,15 @@ def random_bytes(name: str, rows: int, cols: int, seed: int) -> torch.Tensor:
         data[(data & 0x7F) == 0x7F] = 0x7E  # 0x7f and 0xff are NaN
         data[:, :64] = values.view(np.uint8)
     else:
-        halves = {"int8": 1, "int4": 1, "int4z": 1, "int4m": 2, "k4": 2, "k6": 1}[kind]
+        halves = {"int4m": 2, "int5m": 2, "k2": 2, "k4": 2, "k5": 2, "mxfp4": 0}.get(kind, 1)
         values = rng.standard_normal((tiles, halves * 16)).astype(np.float16)
         data[:, : 32 * halves] = values.view(np.uint8)
         if kind == "int4z":
             data[:, 32:48] &= 15
-        if kind == "k4":
+        if kind in ("k4", "k5"):
             data[:, 64:320] &= 63
+        if kind == "mxfp4":
+            data[:, :16] %= 253  # beyond, 12 * 2^(e - 128) exceeds float32
     return torch.from_numpy(np.ascontiguousarray(data)).view(-1)
 
 
@@ -96,7 +100,9 @@ def test_padding_rows_decode_to_zero(name, rows, cols):
     assert bool((padded[rows:] == 0).all())
 
 
-@pytest.mark.parametrize("name", [n for n in NAMES if not n.startswith(("int4m", "k4"))])
+@pytest.mark.parametrize(
+    "name", [n for n in NAMES if n not in FREE_PADDING and not n.startswith("int4m")]
+)
 def test_padding_columns_decode_to_zero(name):
     format_ = formats.get(name)
     data = format_.pack(torch.randn(16, 37) + 3)
@@ -105,10 +111,10 @@ def test_padding_columns_decode_to_zero(name):
     assert bool((padded[:, 37:] == 0).all())
 
 
-@pytest.mark.parametrize("name", ["int4m-g32", "k4"])
-def test_whole_groups_of_padding_decode_to_zero_in_formats_with_a_minimum(name):
+@pytest.mark.parametrize("name", FREE_PADDING)
+def test_whole_groups_of_padding_decode_to_zero(name):
     format_ = formats.get(name)
-    cols = {"int4m-g32": 32, "k4": 64}[name]
+    cols = 64
     padded_cols = format_.padded_cols(cols)
     data = format_.pack(torch.randn(16, cols) + 3)
     assert bool((format_.unpack(data, 16, padded_cols)[:, cols:] == 0).all())
@@ -118,13 +124,16 @@ def test_sizes_and_bits_per_weight():
     bits = {name: formats.get(name).bits_per_weight(2048) for name in NAMES}
     assert bits["int4-g32"] == 4.5 and bits["int8-g32"] == 8.5 and bits["int4-g128"] == 4.125
     assert bits["k4"] == 4.625 and bits["k6"] == 6.5625 and bits["bf16"] == 16
+    assert bits["k2"] == 2.625 and bits["k3"] == 3.4375 and bits["k5"] == 5.625
+    assert bits["lut4nl-g32"] == 4.5 and bits["mxfp4"] == 4.25 and bits["k4nl"] == 4.3125
+    assert bits["int5-g32"] == 5.5 and bits["int5m-g32"] == 6
     assert bits["int4-row"] == 4 + 16 / 2048
     assert formats.get("int4-row").nbytes(17, 40) == 2 * (32 + 2 * 256)
 
 
 def test_unknown_names_and_types_say_what_is_possible():
     with pytest.raises(UnsupportedFormat, match=r"int4-g32"):
-        formats.get("int5-g32")
+        formats.get("int7-g32")
     with pytest.raises(UnsupportedFormat, match=r"IQ2_XS.*Q4_K"):
         formats.exact_for("IQ2_XS")
 
@@ -133,6 +142,8 @@ def test_the_default_and_exact_formats_are_registered():
     assert formats.DEFAULT in formats.names()
     exact = {"F32": "f32", "F16": "f16", "BF16": "bf16", "Q8_0": "int8-g32", "Q4_0": "int4-g32"}
     exact |= {"Q4_1": "int4m-g32", "Q4_K": "k4", "Q6_K": "k6"}
+    exact |= {"Q5_0": "int5-g32", "Q5_1": "int5m-g32", "Q2_K": "k2", "Q3_K": "k3", "Q5_K": "k5"}
+    exact |= {"IQ4_NL": "lut4nl-g32", "IQ4_XS": "k4nl", "MXFP4": "mxfp4"}
     assert {source: formats.exact_for(source).name for source in exact} == exact
 
 

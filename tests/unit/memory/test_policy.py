@@ -20,8 +20,8 @@ def test_an_empty_policy_keeps_every_type():
 
 
 def test_an_empty_policy_refuses_what_it_cannot_keep():
-    with pytest.raises(UnsupportedFormat, match="IQ4_XS"):
-        chosen(FormatPolicy.parse(""), source="IQ4_XS")
+    with pytest.raises(UnsupportedFormat, match="IQ2_XS"):
+        chosen(FormatPolicy.parse(""), source="IQ2_XS")
 
 
 def test_one_name_is_for_all_matrices():
