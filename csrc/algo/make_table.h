@@ -4,7 +4,9 @@
 #include "algo/attention_kernels.h"
 #include "algo/float_kernels.h"
 #include "algo/matrix_kernels.h"
+#include "algo/pack_kernels.h"
 
 constexpr IsaTable make_table(const char* name) {
-  return {name, make_float_kernels(), make_matrix_kernels(), make_attention_kernels()};
+  return {name, make_float_kernels(), make_matrix_kernels(), make_attention_kernels(),
+          make_pack_kernels()};
 }

@@ -25,7 +25,8 @@ std::byte* allocate_pages(size_t nbytes) {
   const uintptr_t end = start + wanted + kHugePage;
   if (end > aligned + wanted)
     munmap(reinterpret_cast<void*>(aligned + wanted), end - aligned - wanted);
-  madvise(reinterpret_cast<void*>(aligned), wanted, MADV_HUGEPAGE);
+  // The rest that does not fill a huge page stays on small ones, so that it costs what it holds.
+  madvise(reinterpret_cast<void*>(aligned), nbytes / kHugePage * kHugePage, MADV_HUGEPAGE);
   return reinterpret_cast<std::byte*>(aligned);
 }
 

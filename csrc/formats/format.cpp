@@ -1,5 +1,6 @@
 #include "formats/format.h"
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 
@@ -170,6 +171,11 @@ std::vector<std::string> format_names() {
     names.push_back(std::string(f.stem) + "-row");
   }
   return names;
+}
+
+bool is_format(const std::string& name) {
+  const std::vector<std::string> names = format_names();
+  return std::find(names.begin(), names.end(), name) != names.end();
 }
 
 void decode_row(const PackedMatrix& m, int64_t row, float* out) {

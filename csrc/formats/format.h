@@ -73,6 +73,7 @@ PackedMatrix describe_matrix(const std::string& format, int64_t rows, int64_t co
 
 // Names of all formats, those with groups once per supported group size.
 std::vector<std::string> format_names();
+bool is_format(const std::string& name);
 
 // Decodes row `row` to float32 [cols].
 void decode_row(const PackedMatrix& matrix, int64_t row, float* out);

@@ -5,6 +5,7 @@
 #include "isa/attention_kernels.h"
 #include "isa/float_kernels.h"
 #include "isa/matrix_kernels.h"
+#include "isa/pack_kernels.h"
 
 namespace moestro {
 
@@ -13,6 +14,7 @@ struct IsaTable {
   FloatKernels floats;
   MatrixKernels matrix;
   AttentionKernels attention;
+  PackKernels pack;
 };
 
 #define MOESTRO_ISA(isa) extern const IsaTable k_##isa;

@@ -118,6 +118,15 @@ inline I32 i_set1(int32_t x) {
 }
 inline I32 i_add(I32 x, I32 y) { return {_mm256_add_epi32(x.a, y.a), _mm256_add_epi32(x.b, y.b)}; }
 inline I32 i_max(I32 x, I32 y) { return {_mm256_max_epi32(x.a, y.a), _mm256_max_epi32(x.b, y.b)}; }
+template <int kBits>
+inline I32 i_shift_left(I32 x) {
+  return {_mm256_slli_epi32(x.a, kBits), _mm256_slli_epi32(x.b, kBits)};
+}
+template <int kBits>
+inline I32 i_shift_right(I32 x) {
+  return {_mm256_srli_epi32(x.a, kBits), _mm256_srli_epi32(x.b, kBits)};
+}
+inline I32 i_and(I32 x, I32 y) { return {_mm256_and_si256(x.a, y.a), _mm256_and_si256(x.b, y.b)}; }
 inline I32 i_bits(F32 x) { return {_mm256_castps_si256(x.a), _mm256_castps_si256(x.b)}; }
 inline int32_t i_sum(I32 x) {
   const __m256i a = _mm256_add_epi32(x.a, x.b);

@@ -89,6 +89,15 @@ inline void f_load_bf16_pairs(const uint16_t* p, F32& even, F32& odd) {
 inline I32 i_set1(int32_t x) { return _mm512_set1_epi32(x); }
 inline I32 i_add(I32 a, I32 b) { return _mm512_add_epi32(a, b); }
 inline I32 i_max(I32 a, I32 b) { return _mm512_max_epi32(a, b); }
+template <int kBits>
+inline I32 i_shift_left(I32 a) {
+  return _mm512_slli_epi32(a, kBits);
+}
+template <int kBits>
+inline I32 i_shift_right(I32 a) {
+  return _mm512_srli_epi32(a, kBits);
+}
+inline I32 i_and(I32 a, I32 b) { return _mm512_and_si512(a, b); }
 inline I32 i_bits(F32 a) { return _mm512_castps_si512(a); }
 inline int32_t i_sum(I32 a) { return _mm512_reduce_add_epi32(a); }
 inline int32_t i_max_lane(I32 a) { return _mm512_reduce_max_epi32(a); }

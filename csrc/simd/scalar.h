@@ -141,6 +141,20 @@ inline I32 i_max(I32 a, I32 b) {
   MOESTRO_LANES(a.v[i] = a.v[i] > b.v[i] ? a.v[i] : b.v[i])
   return a;
 }
+template <int kBits>
+inline I32 i_shift_left(I32 a) {
+  MOESTRO_LANES(a.v[i] = static_cast<int32_t>(static_cast<uint32_t>(a.v[i]) << kBits))
+  return a;
+}
+template <int kBits>
+inline I32 i_shift_right(I32 a) {  // zeros come in
+  MOESTRO_LANES(a.v[i] = static_cast<int32_t>(static_cast<uint32_t>(a.v[i]) >> kBits))
+  return a;
+}
+inline I32 i_and(I32 a, I32 b) {
+  MOESTRO_LANES(a.v[i] &= b.v[i])
+  return a;
+}
 // The bits of each float.
 inline I32 i_bits(F32 a) {
   I32 r;

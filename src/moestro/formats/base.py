@@ -11,16 +11,33 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from moestro.core.errors import CheckpointError, UnsupportedFormat
+import moestro._core as core
+from moestro.core.errors import CheckpointError, OutOfBudget, UnsupportedFormat
+from moestro.core.units import format_bytes
 
 LANES = 16
+# From here on huge pages can back a buffer, which saves most of the time to touch it first.
+_HUGE_PAGE = 1 << 21
 
 
 def round_up(n: int, multiple: int) -> int:
     return -(-n // multiple) * multiple
+
+
+def packed_buffer(nbytes: int) -> Tensor:
+    """uint8 [nbytes] of any content, for packed weights. OutOfBudget if there is no memory."""
+    try:
+        if nbytes >= _HUGE_PAGE:
+            return torch.from_numpy(core.allocate_bytes(nbytes))
+        return torch.empty(nbytes, dtype=torch.uint8)
+    except (MemoryError, RuntimeError) as error:
+        raise OutOfBudget(
+            f"{format_bytes(nbytes)} for packed weights cannot be allocated; use a smaller format"
+        ) from error
 
 
 class Format(ABC):
@@ -46,6 +63,26 @@ class Format(ABC):
         ``importance`` float32 [K] weights the squared error of each input channel. Raises
         CheckpointError for non-finite weights.
         """
+
+    def pack_measured(
+        self, weight: Tensor, *, importance: Tensor | None = None
+    ) -> tuple[Tensor, float, float]:
+        """``pack``, with the squared error it made and the squared norm of the weights (both of the
+        weights as they are: importance does not count).
+        """
+        packed = self.pack(weight, importance=importance)
+        wide = weight.to(torch.float32).numpy()
+        difference = self.unpack(packed, *weight.shape).numpy() - wide
+        error, norm = (
+            float(np.einsum("nk,nk->", part, part, dtype=np.float64)) for part in (difference, wide)
+        )
+        return packed, error, norm
+
+    def packs_natively(self, source_type: str) -> bool:
+        """Whether packing from that type runs on the native thread team, for a whole matrix at a
+        time. If not it runs in the calling thread, and costs memory in proportion to the matrix.
+        """
+        return False
 
     @abstractmethod
     def pack_exact(self, source_type: str, raw: Tensor, rows: int, cols: int) -> Tensor:

@@ -116,7 +116,7 @@ class Int4Format(IntFormat):
 
     def pack_rows(self, x: Tensor, importance: Tensor | None) -> Bytes:
         grouped, w = self._grouped(x, importance)
-        levels = _SYMMETRIC if self.group_size == BLOCK else _CLIPPED
+        levels = _SYMMETRIC if grouped.shape[-1] == BLOCK else _CLIPPED
         scale = fit_symmetric(grouped, w, lo=-8, hi=7, levels=levels)
         codes = round_codes(grouped, scale, -8, 7).add_(8)
         return assemble([f16_bytes(halves(scale))], self._lanes(codes))

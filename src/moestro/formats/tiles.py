@@ -1,12 +1,14 @@
-"""What all packed formats share: padding, tile shuffles, and work in bounded pieces.
+"""What all packed formats share: the way to the native packers, and the reference they must equal.
 
 A format implements three small functions over whole 16-row blocks; pieces, padding, argument checks
-and slicing are done here once. Shape letters: N rows (multiple of 16), K columns (multiple of the
-group), B = N / 16 row blocks, G = K / group groups, C = K / 32 code blocks of 32 channels.
+and slicing are done here once. They define the format's bytes, and pack where the native core does
+not; where it does, on the thread team, it gives the same bytes. Shape letters: N rows
+(multiple of 16), K columns (multiple of the group), B = N / 16 row blocks, G = K / group groups,
+C = K / 32 code blocks of 32 channels.
 
-Bytes are shuffled with numpy, which never starts threads, and searched with torch in pieces too
-small for torch to split: so packing costs one core per caller, also on a machine whose cores are
-busy, and callers may run several at once.
+In Python, bytes are shuffled with numpy, which never starts threads, and searched with torch in
+pieces too small for torch to split: so it costs one core per caller, also on a machine whose cores
+are busy, and callers may run several at once.
 """
 
 from __future__ import annotations
@@ -20,8 +22,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+import moestro._core as core
 from moestro.core.errors import CheckpointError, UnsupportedFormat
-from moestro.formats.base import LANES, Format, require_finite, round_up
+from moestro.formats.base import LANES, Format, packed_buffer, require_finite, round_up
 
 #: channels in one code block of every integer format
 BLOCK = 32
@@ -31,6 +34,8 @@ Halves = npt.NDArray[np.float16]
 Floats = npt.NDArray[np.float32]
 Scales = npt.NDArray[Any]
 
+# What the native packers read as it is.
+_NATIVE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # Elements searched at a time: just below where torch begins to use several threads for one
 # operation (at::internal::GRAIN_SIZE).
 _SEARCH_ELEMENTS = 32767
@@ -65,13 +70,41 @@ class TiledFormat(Format):
     def source_row_nbytes(self, source_type: str, cols: int) -> int:
         """Bytes of one row of ``cols`` channels in the checkpoint."""
 
+    def packs_natively(self, source_type: str) -> bool:
+        if source_type in self.exact_from:
+            return bool(core.can_repack(self.name, source_type))
+        return bool(core.can_quantize(self.name))
+
     def pack(self, weight: Tensor, *, importance: Tensor | None = None) -> Tensor:
-        if weight.dim() != 2 or not weight.dtype.is_floating_point:
-            raise CheckpointError(
-                f"format {self.name} packs float matrices [N, K], got {weight.dtype} "
-                f"{list(weight.shape)}"
-            )
-        rows, cols = weight.shape
+        if not core.can_quantize(self.name) or not weight.numel():
+            return self.pack_reference(weight, importance=importance)
+        return self.pack_measured(weight, importance=importance)[0]
+
+    def pack_measured(
+        self, weight: Tensor, *, importance: Tensor | None = None
+    ) -> tuple[Tensor, float, float]:
+        if not core.can_quantize(self.name) or not weight.numel():
+            return super().pack_measured(weight, importance=importance)
+        rows, cols = self._matrix_shape(weight)
+        values = weight if weight.dtype in _NATIVE_DTYPES else weight.to(torch.float32)
+        weights = self._channel_weights(importance, cols, self.padded_cols(cols))
+        out = packed_buffer(self.nbytes(rows, cols))
+        error, norm = core.quantize(self.name, values.detach().contiguous(), weights, out)
+        return out, error, norm
+
+    def pack_exact(self, source_type: str, raw: Tensor, rows: int, cols: int) -> Tensor:
+        if source_type not in self.exact_from:
+            raise self.refuse(source_type)
+        if not core.can_repack(self.name, source_type) or not raw.numel():
+            return self.pack_exact_reference(source_type, raw, rows, cols)
+        self._check_source(source_type, raw, rows, cols)
+        out = packed_buffer(self.nbytes(rows, cols))
+        core.repack(self.name, source_type, raw.contiguous().view(-1), rows, cols, out)
+        return out
+
+    def pack_reference(self, weight: Tensor, *, importance: Tensor | None = None) -> Tensor:
+        """What ``pack`` gives, from ``pack_rows``, in Python."""
+        rows, cols = self._matrix_shape(weight)
         group, padded = self.group(cols), self.padded_cols(cols)
         weights = self._channel_weights(importance, cols, padded)
         out = self._empty(rows, cols)
@@ -84,21 +117,32 @@ class TiledFormat(Format):
             out[first : first + tiles.shape[0], left // group : right // group] = tiles
         return torch.from_numpy(out).view(-1)
 
-    def pack_exact(self, source_type: str, raw: Tensor, rows: int, cols: int) -> Tensor:
-        if source_type not in self.exact_from:
-            raise self.refuse(source_type)
+    def pack_exact_reference(self, source_type: str, raw: Tensor, rows: int, cols: int) -> Tensor:
+        """What ``pack_exact`` gives, from ``repack_rows``, in Python."""
+        self._check_source(source_type, raw, rows, cols)
+        source = raw.reshape(rows, -1).numpy()
+        out = self._empty(rows, cols)
+        for start, stop in _row_chunks(rows, self.padded_cols(cols)):
+            tiles = self.repack_rows(source_type, _pad_rows(source[start:stop]))
+            out[start // LANES : start // LANES + tiles.shape[0]] = tiles
+        return torch.from_numpy(out).view(-1)
+
+    def _matrix_shape(self, weight: Tensor) -> tuple[int, int]:
+        if weight.dim() != 2 or not weight.dtype.is_floating_point:
+            raise CheckpointError(
+                f"format {self.name} packs float matrices [N, K], got {weight.dtype} "
+                f"{list(weight.shape)}"
+            )
+        rows, cols = weight.shape
+        return rows, cols
+
+    def _check_source(self, source_type: str, raw: Tensor, rows: int, cols: int) -> None:
         row_nbytes = self.source_row_nbytes(source_type, cols)
         if raw.dtype != torch.uint8 or raw.numel() != rows * row_nbytes:
             raise CheckpointError(
                 f"{source_type} [{rows}, {cols}] is {rows * row_nbytes} bytes, got {raw.numel()} "
                 f"of {raw.dtype}"
             )
-        source = raw.reshape(rows, row_nbytes).numpy()
-        out = self._empty(rows, cols)
-        for start, stop in _row_chunks(rows, self.padded_cols(cols)):
-            tiles = self.repack_rows(source_type, _pad_rows(source[start:stop]))
-            out[start // LANES : start // LANES + tiles.shape[0]] = tiles
-        return torch.from_numpy(out).view(-1)
 
     def code_rows(self, codes: Bytes, scale: Scales, zeros: Bytes | None) -> Bytes:
         """Codes uint8 [N, K] (padded), stored scales and zero points [N, G] -> [B, G, tile]."""

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moestro import devices
 from moestro.checkpoints.base import Checkpoint
 from moestro.checkpoints.packed import (
     CONFIG_NAME,
@@ -96,6 +97,7 @@ def convert(
     """
     if source.container == "packed":
         raise InvalidRequest(f"{source.path} is packed already; convert the model it was made from")
+    devices.get("cpu")  # its thread team packs
     policy = policy or FormatPolicy.for_conversion()
     sources = resolve(source, specs, policy)
     files = _plan_files(sources)

@@ -11,8 +11,6 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-import numpy as np
-import torch
 from torch import Tensor
 
 from moestro.checkpoints.base import Checkpoint
@@ -20,7 +18,7 @@ from moestro.checkpoints.quant_codes import read_codes
 from moestro.checkpoints.quantized import QuantizedInfo
 from moestro.core import env
 from moestro.core.errors import CheckpointError, UnsupportedFormat
-from moestro.formats.base import LANES, Format, require_finite
+from moestro.formats.base import LANES, Format, packed_buffer, require_finite
 from moestro.machine import facts
 from moestro.memory.expert_bank import PROJECTION_NAMES
 from moestro.memory.sources import ExpertsSource, Part, Source
@@ -124,27 +122,27 @@ class Packer:
         importance: Tensor | None,
         errors: ErrorSum | None,
     ) -> Tensor:
-        """Slab by slab of rows on all cores, so that no float copy of a big matrix exists."""
+        """On all cores: at once where the native packers read the source as it is, else slab by
+        slab of rows, so that no float copy of a big matrix exists.
+        """
         rows, cols = shape
-        exact = source.exact(format_)
-        out = torch.empty(format_.nbytes(rows, cols), dtype=torch.uint8)
-        block_nbytes = format_.nbytes(LANES, cols)
         step = max(LANES, _SLAB_ELEMENTS // max(cols, 1) // LANES * LANES)
-
-        def pack_slab(start: int) -> ErrorSum:
-            stop = min(start + step, rows)
-            if exact:
-                packed, lost = source.pack(format_, start, stop), ErrorSum()
-            else:
-                values = source.floats(start, stop)
-                packed = format_.pack(values, importance=importance)
-                lost = self._loss(format_, packed, values)
-            at = start // LANES * block_nbytes
-            out[at : at + packed.numel()] = packed
-            return lost
-
         try:
-            losses = list(self._pool.map(pack_slab, range(0, rows, step)))
+            if source.at_once(format_):
+                out, lost = self._pack_rows(format_, source, 0, rows, importance)
+                losses = [lost]
+            else:
+                out = packed_buffer(format_.nbytes(rows, cols))
+                block_nbytes = format_.nbytes(LANES, cols)
+
+                def pack_slab(start: int) -> ErrorSum:
+                    stop = min(start + step, rows)
+                    packed, lost = self._pack_rows(format_, source, start, stop, importance)
+                    at = start // LANES * block_nbytes
+                    out[at : at + packed.numel()] = packed
+                    return lost
+
+                losses = list(self._pool.map(pack_slab, range(0, rows, step)))
         except (CheckpointError, UnsupportedFormat) as error:
             raise type(error)(f"{self.checkpoint.path}: {name}: {error}") from error
         if errors is not None:
@@ -152,15 +150,16 @@ class Packer:
             errors.norm += sum(lost.norm for lost in losses)
         return out
 
-    def _loss(self, format_: Format, packed: Tensor, values: Tensor) -> ErrorSum:
+    def _pack_rows(
+        self, format_: Format, source: StoredRows, start: int, stop: int, importance: Tensor | None
+    ) -> tuple[Tensor, ErrorSum]:
+        if source.exact(format_):
+            return source.pack(format_, start, stop), ErrorSum()
+        values = source.floats(start, stop)
         if not self.measure:
-            return ErrorSum()
-        wide = values.numpy()
-        difference = format_.unpack(packed, *values.shape).numpy() - wide
-        return ErrorSum(
-            error=float(np.einsum("nk,nk->", difference, difference, dtype=np.float64)),
-            norm=float(np.einsum("nk,nk->", wide, wide, dtype=np.float64)),
-        )
+            return format_.pack(values, importance=importance), ErrorSum()
+        packed, error, norm = format_.pack_measured(values, importance=importance)
+        return packed, ErrorSum(error=error, norm=norm)
 
     def _unpermute(self, raw: Tensor, source: Source) -> Tensor:
         """Bring rows that GGUF stores interleaved back to the order of the original model.

@@ -21,6 +21,10 @@ from moestro.formats.base import Format
 from moestro.memory.sources import FLOAT_TYPES
 
 
+# Checkpoint types that packers take as they are.
+_FLOAT_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
 class StoredRows(Protocol):
     """A matrix [N, K] that has been read."""
 
@@ -28,12 +32,16 @@ class StoredRows(Protocol):
         """``pack`` can be used."""
         ...
 
+    def at_once(self, format_: Format) -> bool:
+        """The native packers read it as it lies, so all of it is best packed in one call."""
+        ...
+
     def pack(self, format_: Format, start: int, stop: int) -> Tensor:
         """Output channels [start, stop) packed without loss, uint8."""
         ...
 
     def floats(self, start: int, stop: int) -> Tensor:
-        """Output channels [start, stop) as float32 [stop - start, K]."""
+        """Output channels [start, stop) as floats of any type, [stop - start, K]."""
         ...
 
 
@@ -47,11 +55,18 @@ class RawRows:
     def exact(self, format_: Format) -> bool:
         return self.dtype in format_.exact_from
 
+    def at_once(self, format_: Format) -> bool:
+        readable = self.exact(format_) or self.dtype in _FLOAT_DTYPES
+        return readable and format_.packs_natively(self.dtype)
+
     def pack(self, format_: Format, start: int, stop: int) -> Tensor:
         return format_.pack_exact(self.dtype, self._bytes(start, stop), stop - start, self.cols)
 
     def floats(self, start: int, stop: int) -> Tensor:
-        return to_float(self.dtype, self._bytes(start, stop), stop - start, self.cols)
+        raw = self._bytes(start, stop)
+        if self.dtype in _FLOAT_DTYPES:
+            return raw.view(_FLOAT_DTYPES[self.dtype]).view(stop - start, self.cols)
+        return to_float(self.dtype, raw, stop - start, self.cols)
 
     def _bytes(self, start: int, stop: int) -> Tensor:
         contiguous = np.ascontiguousarray(self._rows[start:stop])
@@ -82,6 +97,9 @@ class CodedRows:
 
     def exact(self, format_: Format) -> bool:
         return self.dtype == format_.name and not self._fit
+
+    def at_once(self, format_: Format) -> bool:
+        return False
 
     def pack(self, format_: Format, start: int, stop: int) -> Tensor:
         codes, zeros = self.codes, self.codes.zeros
