@@ -65,14 +65,17 @@ class SourceFile:
         Raises CheckpointError when the range is not in the file, when the file is closed, or when
         the disk fails.
         """
-        if not self._close.alive:
-            raise CheckpointError(f"{self.path} has been closed; open the checkpoint again")
-        if offset < 0 or nbytes < 0 or nbytes > self.size - offset:
-            raise CheckpointError(
-                f"{self.path}: bytes {offset} to {offset + nbytes} are not in a file of "
-                f"{self.size} bytes"
-            )
+        self._require(offset, nbytes)
         out = torch.empty(nbytes, dtype=torch.uint8)
+        self.read_into(offset, out)
+        return out
+
+    def read_into(self, offset: int, out: Tensor) -> None:
+        """Fill ``out`` (uint8, 1-D, contiguous) with the bytes from ``offset`` on; raises as
+        ``read_tensor`` does.
+        """
+        nbytes = out.numel()
+        self._require(offset, nbytes)
         view = memoryview(out.numpy())  # type: ignore[arg-type]  # numpy's buffer is untyped before 3.12
         done = 0
         while done < nbytes:
@@ -90,7 +93,16 @@ class SourceFile:
                     "end of a tensor: it was changed or cut while open; fetch it again"
                 )
             done += got
-        return out
+
+    def _require(self, offset: int, nbytes: int) -> None:
+        """The file is open and has these bytes; checked before memory is taken for them."""
+        if not self._close.alive:
+            raise CheckpointError(f"{self.path} has been closed; open the checkpoint again")
+        if offset < 0 or nbytes < 0 or nbytes > self.size - offset:
+            raise CheckpointError(
+                f"{self.path}: bytes {offset} to {offset + nbytes} are not in a file of "
+                f"{self.size} bytes"
+            )
 
     def close(self) -> None:
         """Close the file; reading from it is an error from then on. May be called twice."""

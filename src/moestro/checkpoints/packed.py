@@ -143,6 +143,18 @@ class PackedCheckpoint(TensorTable):
             raise InvalidRequest(f"{name} is packed in tiles; read it whole")
         return super().read(name, rows)
 
+    def read_into(self, name: str, start: int, out: Tensor) -> None:
+        """Fill ``out`` (uint8, 1-D, contiguous) with a weight's bytes from ``start`` on. Raises
+        InvalidRequest if the weight ends before, CheckpointError for a file that fails. Safe from
+        several threads.
+        """
+        info = self.info(name)
+        if not 0 <= start <= info.nbytes - out.numel():
+            raise InvalidRequest(
+                f"bytes {start} to {start + out.numel()} of {name}, which has {info.nbytes}"
+            )
+        self._files[info.file].read_into(info.offset + start, out)
+
     def verify(self, progress: Callable[[int, int], None] | None = None) -> None:
         """Read every file and compare its checksum. Raises CheckpointError naming the first that
         differs. ``progress(done, total)`` counts bytes.

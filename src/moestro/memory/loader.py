@@ -39,7 +39,7 @@ def load_weights(
     """
     report = progress or (lambda done, total: None)
     if isinstance(checkpoint, PackedCheckpoint):
-        return _on_huge_pages(load_packed(checkpoint, specs, policy, report))
+        return load_packed(checkpoint, specs, policy, report)
     sources = resolve(checkpoint, specs, policy)
     total = sum(source.source_nbytes for source in sources)
     weights: Weights = {}

@@ -1,8 +1,12 @@
-"""Loads a packed model: bytes go into place as they are."""
+"""Loads a packed model: bytes are read straight into the memory they are used from.
+
+Several threads read at once: one alone waits for a fast disk, and for the kernel to copy.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import Tensor
@@ -11,12 +15,14 @@ from moestro import formats
 from moestro.checkpoints.packed import PackedCheckpoint, PackedEntry
 from moestro.core.errors import CheckpointError, InvalidRequest
 from moestro.formats.base import PackedWeight, require_finite
+from moestro.memory.arena import HugePageArena
 from moestro.memory.expert_bank import BlobLayout, ExpertBank
 from moestro.memory.policy import FormatPolicy
 from moestro.memory.weights import WeightSpec
 
-# Blobs are read several at a time up to this size: fewer, longer reads.
-_READ_NBYTES = 1 << 26
+# What one thread reads at a time: long for the disk, short enough to show progress.
+_READ_NBYTES = 1 << 24
+_THREADS = 8
 _SHOWN = 8
 
 
@@ -39,28 +45,66 @@ def load_packed(
     wanted = [(spec, checkpoint.entry(spec.key)) for spec in specs if spec.key in present]
     for spec, entry in wanted:
         _check(checkpoint, spec, entry, policy)
-    total = sum(entry.info.nbytes for _, entry in wanted)
-    done = 0
-    report(done, total)
     weights: dict[str, PackedWeight | Tensor | ExpertBank] = {}
-    for spec, entry in wanted:
-        if entry.kind == "experts":
-            weights[spec.key] = _load_experts(checkpoint, spec, entry, done, total, report)
-        elif entry.kind == "matrix":
-            weights[spec.key] = PackedWeight(
-                format=formats.get(entry.format_name),
-                rows=entry.shape[0],
-                cols=entry.shape[1],
-                data=checkpoint.read(spec.key),
-                name=spec.key,
-            )
-        else:
-            values = checkpoint.read(spec.key).view(torch.float32).view(spec.shape)
-            require_finite(values, f"{checkpoint.path}: {spec.key}")
-            weights[spec.key] = values
-        done += entry.info.nbytes
-        report(done, total)
+    arena = HugePageArena()
+    with _Reads(checkpoint, sum(entry.info.nbytes for _, entry in wanted), report) as reads:
+        for spec, entry in wanted:
+            if entry.kind == "experts":
+                layout, count = _layout(spec.key, entry), entry.shape[0]
+                bank = ExpertBank(layout, count, activation=spec.activation, name=spec.key)
+                reads.fill(spec.key, bank.buffer)
+                weights[spec.key] = bank
+                continue
+            data = arena.take(entry.info.nbytes)
+            reads.fill(spec.key, data)
+            if entry.kind == "matrix":
+                weights[spec.key] = PackedWeight(
+                    format=formats.get(entry.format_name),
+                    rows=entry.shape[0],
+                    cols=entry.shape[1],
+                    data=data,
+                    name=spec.key,
+                )
+            else:
+                values = data.view(torch.float32).view(spec.shape)
+                require_finite(values, f"{checkpoint.path}: {spec.key}")
+                weights[spec.key] = values
     return weights
+
+
+class _Reads:
+    """Reads of one load, on several threads; a context manager, which ends them.
+
+    ``report(done, total)`` is called from the thread that loads alone, in rising order.
+    """
+
+    def __init__(
+        self, checkpoint: PackedCheckpoint, total: int, report: Callable[[int, int], None]
+    ) -> None:
+        self._checkpoint = checkpoint
+        self._total = total
+        self._report = report
+        self._done = 0
+        self._pool = ThreadPoolExecutor(_THREADS, "moestro-read")
+
+    def __enter__(self) -> _Reads:
+        self._report(0, self._total)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pool.shutdown(cancel_futures=True)
+
+    def fill(self, key: str, out: Tensor) -> None:
+        """All bytes of a weight into ``out``."""
+
+        def read(start: int) -> int:
+            piece = out[start : start + _READ_NBYTES]
+            self._checkpoint.read_into(key, start, piece)
+            return piece.numel()
+
+        for nbytes in self._pool.map(read, range(0, out.numel(), _READ_NBYTES)):
+            self._done += nbytes
+            self._report(self._done, self._total)
 
 
 def _check(
@@ -104,22 +148,3 @@ def _layout(where: str, entry: PackedEntry) -> BlobLayout:
             "convert the model again"
         )
     return layout
-
-
-def _load_experts(
-    checkpoint: PackedCheckpoint,
-    spec: WeightSpec,
-    entry: PackedEntry,
-    done: int,
-    total: int,
-    report: Callable[[int, int], None],
-) -> ExpertBank:
-    key, count = spec.key, entry.shape[0]
-    bank = ExpertBank(_layout(key, entry), count, activation=spec.activation, name=key)
-    step = max(1, _READ_NBYTES // entry.blob_nbytes)
-    for start in range(0, count, step):
-        stop = min(start + step, count)
-        begin, end = start * entry.blob_nbytes, stop * entry.blob_nbytes
-        bank.buffer[begin:end] = checkpoint.read(key, (start, stop))
-        report(done + end, total)
-    return bank

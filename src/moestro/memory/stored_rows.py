@@ -20,7 +20,6 @@ from moestro.checkpoints.quant_codes import Codes
 from moestro.formats.base import Format
 from moestro.memory.sources import FLOAT_TYPES
 
-
 # Checkpoint types that packers take as they are.
 _FLOAT_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
