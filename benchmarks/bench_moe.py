@@ -3,8 +3,9 @@
     python benchmarks/bench_moe.py --shape qwen3-30b-a3b --format int4-g32 --tokens 1,4,16,64,512
 
 Several layers of experts are kept and each call takes the next one with freshly drawn routing, so
-that weights come from DRAM. Every measurement stands between two bandwidth probes and two dot
-probes, and its fractions are of their mean; medians over the rounds are reported.
+that weights come from DRAM. Every measurement stands between two bandwidth probes and two compute
+probes (integer dots for integer formats, bfloat16 products for float formats), and its fractions
+are of their mean; medians over the rounds are reported.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ class Row:
     weight_gb_s: float
     gops: float
     frac_of_read_bw: float
-    frac_of_dot_peak: float
+    frac_of_dot_peak: float | None  # of integer formats
+    frac_of_bf16_peak: float | None  # of float formats
 
 
 class Layers:
@@ -56,6 +58,7 @@ class Layers:
 
     def __init__(self, shape: Shape, format_name: str, layers: int, tokens: int) -> None:
         self.shape, self.tokens = shape, tokens
+        self.is_float = formats.get(format_name).is_float
         hidden, inter = shape.hidden_size, shape.intermediate_size
         sizes = [
             (format_name, inter, hidden),
@@ -125,17 +128,18 @@ def measure(layers: Layers, tokens: int, probes: Probes, rounds: int) -> Row:
     repeats = max(1, int(0.1 / once))
     operations = 2 * 3 * tokens * shape.top_k * shape.hidden_size * shape.intermediate_size * count
     samples: list[tuple[float, float, float, float]] = []
-    read, dot = probes.read(), probes.dot()
+    probe = probes.bf16 if layers.is_float else probes.dot
+    read, peak = probes.read(), probe()
     for _ in range(rounds):
         nbytes = run.draw(generator)
         seconds = run.seconds(repeats)
-        read_after, dot_after = probes.read(), probes.dot()
+        read_after, peak_after = probes.read(), probe()
         samples.append(
             (seconds, nbytes / seconds, nbytes / seconds / ((read + read_after) / 2),
-             operations / seconds / ((dot + dot_after) / 2))
+             operations / seconds / ((peak + peak_after) / 2))
         )  # fmt: skip
-        read, dot = read_after, dot_after
-    seconds, rate, of_read, of_dot = (
+        read, peak = read_after, peak_after
+    seconds, rate, of_read, of_peak = (
         statistics.median(column) for column in zip(*samples, strict=True)
     )
     return Row(
@@ -144,7 +148,8 @@ def measure(layers: Layers, tokens: int, probes: Probes, rounds: int) -> Row:
         weight_gb_s=rate / 1e9,
         gops=operations / seconds / 1e9,
         frac_of_read_bw=of_read,
-        frac_of_dot_peak=of_dot,
+        frac_of_dot_peak=None if layers.is_float else of_peak,
+        frac_of_bf16_peak=of_peak if layers.is_float else None,
     )
 
 
@@ -173,7 +178,8 @@ def main() -> int:
     tokens = [int(n) for n in options.tokens.split(",")]
     layers = Layers(shape, options.format, options.layers, max(tokens))
     probes = Probes()
-    probes.fma()
+    for probe in (probes.dot, probes.fma, probes.bf16):
+        probe()
     rows = [measure(layers, n, probes, options.rounds) for n in tokens]
     limits = probes.summary()
     if options.json:
@@ -189,11 +195,13 @@ def main() -> int:
         print(json.dumps(report, indent=2))
         return 0
     print(f"{options.shape} {options.format}, {limits}")
+    peak = "bf16" if layers.is_float else "dot"
     for row in rows:
+        of_peak = row.frac_of_bf16_peak if layers.is_float else row.frac_of_dot_peak
         print(
             f"{row.tokens:5d} tokens {row.us_per_layer:10.0f} us/layer {row.weight_gb_s:6.1f} GB/s "
             f"{row.gops:7.0f} GOP/s  {row.frac_of_read_bw:5.1%} of read  "
-            f"{row.frac_of_dot_peak:5.1%} of dot peak"
+            f"{of_peak:5.1%} of {peak} peak"
         )
     return 0
 

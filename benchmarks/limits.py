@@ -13,7 +13,8 @@ READ_BYTES = 1 << 29
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """Medians over all probes of a run: read GB/s, integer dot and float32 FMA GOP/s."""
+    """Medians over all probes of a run: read GB/s, and GOP/s of the integer dot, the
+    float32 FMA and the product of bfloat16 pairs (the FMA where there is none)."""
 
     cpu: str
     isa: str
@@ -23,6 +24,7 @@ class Limits:
     read_gb_s_max: float
     dot_gop_s: float
     fma_gflop_s: float
+    bf16_gflop_s: float
 
     def as_dict(self) -> dict[str, object]:
         return asdict(self)
@@ -35,6 +37,7 @@ class Probes:
         self._read: list[float] = []
         self._dot: list[float] = []
         self._fma: list[float] = []
+        self._bf16: list[float] = []
 
     def read(self) -> float:
         """Bytes per second."""
@@ -51,6 +54,11 @@ class Probes:
         self._fma.append(native.probe_fma())
         return self._fma[-1]
 
+    def bf16(self) -> float:
+        """Bfloat16 operations per second."""
+        self._bf16.append(native.probe_bf16())
+        return self._bf16[-1]
+
     def summary(self) -> Limits:
         return Limits(
             cpu=facts.gather().cpu_model,
@@ -61,4 +69,5 @@ class Probes:
             read_gb_s_max=max(self._read) / 1e9,
             dot_gop_s=statistics.median(self._dot) / 1e9,
             fma_gflop_s=statistics.median(self._fma) / 1e9,
+            bf16_gflop_s=statistics.median(self._bf16) / 1e9,
         )

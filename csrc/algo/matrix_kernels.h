@@ -147,5 +147,6 @@ constexpr MatrixKernels make_matrix_kernels() {
               },
           .read_bytes = read_bytes,
           .dot_peak = dot_peak,
-          .fma_peak = fma_peak};
+          .fma_peak = fma_peak,
+          .bf16_peak = fma_peak};
 }

@@ -83,5 +83,6 @@ double probe_read(int64_t nbytes) {
 
 double probe_dot() { return operations_per_second(isa().matrix.dot_peak); }
 double probe_fma() { return operations_per_second(isa().matrix.fma_peak); }
+double probe_bf16() { return operations_per_second(isa().matrix.bf16_peak); }
 
 }  // namespace moestro

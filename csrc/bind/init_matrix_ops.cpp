@@ -135,6 +135,9 @@ void init_matrix_ops(nb::module_& m) {
         "Integer operations per second of the whole team (a multiply-add counts two).");
   m.def("probe_fma", &probe_fma, nb::call_guard<nb::gil_scoped_release>(),
         "Float32 operations per second of the whole team (a multiply-add counts two).");
+  m.def("probe_bf16", &probe_bf16, nb::call_guard<nb::gil_scoped_release>(),
+        "Bfloat16 operations per second of the whole team (a multiply-add counts two): the dot of "
+        "pairs where the instruction set has one, else the float32 multiply-add.");
 }
 
 }  // namespace moestro

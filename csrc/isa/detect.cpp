@@ -55,6 +55,11 @@ bool cpu_supports_avx512() {
 }
 
 bool cpu_supports_avx512_vnni() { return cpu_supports_avx512() && bit(cpuid(7, 0).c, 11); }
+
+bool cpu_supports_avx512_bf16() {
+  const bool vbmi = bit(cpuid(7, 0).c, 1), bf16 = bit(cpuid(7, 1).a, 5);
+  return cpu_supports_avx512_vnni() && vbmi && bf16;
+}
 #endif
 
 }  // namespace moestro

@@ -8,6 +8,7 @@ bool cpu_supports_scalar();
 bool cpu_supports_avx2();
 bool cpu_supports_avx512();
 bool cpu_supports_avx512_vnni();
+bool cpu_supports_avx512_bf16();
 #endif
 
 }  // namespace moestro

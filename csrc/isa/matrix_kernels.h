@@ -90,6 +90,8 @@ struct MatrixKernels {
   int64_t (*dot_peak)(int64_t rounds);
   // Likewise with float fused multiply-adds.
   int64_t (*fma_peak)(int64_t rounds);
+  // Likewise with what multiplies bfloat16 pairs here: a dot of pairs, or the float multiply-add.
+  int64_t (*bf16_peak)(int64_t rounds);
 };
 
 }  // namespace moestro

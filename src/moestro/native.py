@@ -27,3 +27,4 @@ allocate_bytes = core.allocate_bytes
 probe_read = core.probe_read
 probe_dot = core.probe_dot
 probe_fma = core.probe_fma
+probe_bf16 = core.probe_bf16

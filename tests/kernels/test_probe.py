@@ -10,6 +10,7 @@ from moestro.core.errors import InvalidRequest
 
 def test_probes_return_rates() -> None:
     assert native.probe_dot() > native.probe_fma() > 0
+    assert native.probe_bf16() > 0
     assert native.probe_read(1 << 24) > 0
     with pytest.raises(InvalidRequest):
         native.probe_read(10)

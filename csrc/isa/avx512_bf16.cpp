@@ -1,0 +1,30 @@
+// AVX-512 with VNNI, BF16 and VBMI: the table of avx512_vnni, whose integer kernels have nothing to
+// gain here, with bfloat16 products by vdpbf16ps.
+#include "isa/prelude.h"
+
+#pragma GCC push_options
+#pragma GCC target( \
+    "avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx512bf16,avx512vbmi,avx2,fma,f16c")
+namespace moestro {
+namespace {
+#include "simd/avx512.h"
+//
+#include "micro/bf16_pairs.h"
+}  // namespace
+}  // namespace moestro
+#pragma GCC pop_options
+
+namespace moestro {
+namespace {
+
+// Runs before main on any machine, so it must stay outside the target region.
+IsaTable with_bf16_products(IsaTable table) {
+  table.name = "avx512_bf16";
+  table.matrix.bf16_peak = pair_peak;
+  return table;
+}
+
+}  // namespace
+
+const IsaTable k_avx512_bf16 = with_bf16_products(k_avx512_vnni);
+}  // namespace moestro
