@@ -11,12 +11,16 @@ packed  ``weight_packed[n, i]`` as gptq but along the rows; codes and zero point
         stored plus 2^(bits-1); zero points lie in words along the output channels
         (compressed-tensors, ``pack_to_int32``).
 plain   signed bytes, or e4m3 bytes (arXiv:2209.05433) with a scale per block of both channels; in
-inverse DeepSeek's naming (``weight_scale_inv``) it is multiplied by, too.
+inverse DeepSeek's naming (``weight_scale_inv``) it is multiplied by, too; scaled is its later one.
+pairs   bytes of two e2m1 numbers along the row, the first in the low bits (compressed-tensors,
+        ``pack_fp4_to_uint8``; also where a layout above holds e2m1); blocks: as that, 16 bytes per
+        32 channels, for all experts at once (gpt-oss).
+Scales that are bytes are exponents of two with bias 127, 255 is NaN (e8m0, OCP MX specification).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import numpy as np
@@ -25,6 +29,7 @@ import torch
 from torch import Tensor
 
 from moestro.checkpoints.base import Checkpoint, TensorInfo
+from moestro.checkpoints.quant_schemes import EXPONENT_SCALES, Element
 from moestro.checkpoints.quantized import QuantizedInfo, require_ascending_groups
 from moestro.core.errors import CheckpointError
 
@@ -40,7 +45,7 @@ class Codes:
     """A weight [N, K] with value ``scale * (code - zero)``, or ``scale * number(code)``.
 
     codes: uint8 [N, K]. scales: float32 [N, G]. zeros: uint8 [N, G], or None if all of them are
-    ``middle``. group: input channels per scale, at least K if G is 1. is_float: codes are e4m3.
+    ``middle``. group: input channels per scale, at least K if G is 1.
     """
 
     codes: Tensor
@@ -48,13 +53,13 @@ class Codes:
     zeros: Tensor | None
     middle: int
     group: int
-    is_float: bool = False
+    element: Element = "int"
 
     @property
     def scales_are_exact(self) -> bool:
-        """Every scale is a number of the type that weight formats keep it in: float32 beside
-        floats, float16 beside integers."""
-        if self.is_float:
+        """Every scale is a number of the type that weight formats keep it in: float16 beside
+        integers; beside floats it is what the checkpoint has."""
+        if self.element != "int":
             return True
         scales = self.scales.numpy()
         with np.errstate(over="ignore"):
@@ -63,13 +68,25 @@ class Codes:
     def floats(self, start: int, stop: int) -> Tensor:
         """float32 values of output channels [start, stop), rounded once each."""
         bytes_ = self.codes[start:stop].numpy()
-        codes = _e4m3()[bytes_] if self.is_float else bytes_.astype(np.float32)
+        if self.element == "int":
+            codes = bytes_.astype(np.float32)
+        else:
+            codes = _e4m3()[bytes_] if self.element == "e4m3" else _E2M1[bytes_]
         group = np.arange(codes.shape[1]) // self.group
         scales = self.scales[start:stop].numpy()[:, group]
         if self.zeros is None:
             return torch.from_numpy((codes - np.float32(self.middle)) * scales)
         zeros = self.zeros[start:stop].numpy().astype(np.float32)[:, group]
         return torch.from_numpy((codes - zeros) * scales)
+
+    def rows(self, which: slice) -> Codes:
+        """Some of the output channels."""
+        zeros = None if self.zeros is None else self.zeros[which]
+        return replace(self, codes=self.codes[which], scales=self.scales[which], zeros=zeros)
+
+
+#: e2m1 (sign, two bits of exponent with bias 1, one of mantissa) by code
+_E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 
 
 @cache
@@ -79,24 +96,26 @@ def _e4m3() -> _Floats:
     return every.view(torch.float8_e4m3fn).to(torch.float32).numpy()
 
 
-def read_codes(checkpoint: Checkpoint, info: QuantizedInfo) -> Codes:
-    """Read a quantized weight whole.
+def read_codes(checkpoint: Checkpoint, info: QuantizedInfo, expert: int | None = None) -> Codes:
+    """Read a quantized weight whole, or one of stacked experts.
 
     Groups are those of the weight format: where the stored ones are wider, scales and zero points
     are repeated. Raises CheckpointError for tensors that contradict each other, UnsupportedFormat
     for channels that are not in the order of their groups.
     """
-    return _Reader(checkpoint, info).codes()
+    return _Reader(checkpoint, info, expert).codes()
 
 
 class _Reader:
-    def __init__(self, checkpoint: Checkpoint, info: QuantizedInfo) -> None:
+    def __init__(self, checkpoint: Checkpoint, info: QuantizedInfo, expert: int | None) -> None:
         self.checkpoint, self.info, self.scheme = checkpoint, info, info.scheme
+        self.rows, self.cols = info.shape[-2:]
+        self._which = None if expert is None else (expert, expert + 1)
         self.middle = 0 if self.scheme.is_float else 1 << (self.scheme.bits - 1)
 
     def codes(self) -> Codes:
         require_ascending_groups(self.info, self._read)
-        cols, stored = self.info.shape[1], self.scheme.group_size
+        cols, stored = self.cols, self.scheme.group_size
         group = self.scheme.kernel_group or cols
         # Column g of the format is part of column g * group // stored of the checkpoint.
         columns = np.arange(-(-cols // group)) * group // (stored or cols)
@@ -107,11 +126,11 @@ class _Reader:
             zeros=None if zeros is None else torch.from_numpy(zeros[:, columns]),
             middle=self.middle,
             group=group,
-            is_float=self.scheme.is_float,
+            element=self.scheme.element,
         )
 
     def _read(self, part: TensorInfo) -> Tensor:
-        return self.checkpoint.read(part.name)
+        return self.checkpoint.read(part.name, self._which)
 
     def _words(self, part: str) -> _Bytes:
         """The bytes of a matrix of 32-bit words: [rows, words, 4]."""
@@ -119,7 +138,7 @@ class _Reader:
         return self._read(info).numpy().reshape(*info.shape, 4)
 
     def _unpack(self, words: _Bytes) -> _Bytes:
-        """Words [rows, words, 4 bytes] -> codes [rows, codes], low bits first."""
+        """Words [rows, words, bytes] -> codes [rows, codes], low bits first."""
         if self.scheme.bits == 8:
             return words.reshape(words.shape[0], -1)
         codes = np.stack([words & 15, words >> 4], axis=-1)
@@ -127,14 +146,18 @@ class _Reader:
 
     def _codes(self) -> _Bytes:
         """uint8 [N, K]."""
-        layout, cols = self.scheme.layout, self.info.shape[1]
+        layout = self.scheme.layout
         if layout == "gptq":
             return self._unpack(self._words("qweight").transpose(1, 0, 2))
         if layout == "awq":
             return self._unpack_awq("qweight")
         if layout == "packed":
-            return self._unpack(self._words("weight_packed"))[:, :cols]
-        codes = self._read(self.info.parts["weight"]).numpy().reshape(self.info.shape)
+            return self._unpack(self._words("weight_packed"))[:, : self.cols]
+        part = next(p for p in ("blocks", "weight_packed", "weight") if p in self.info.parts)
+        codes = self._read(self.info.parts[part]).numpy()
+        if self.scheme.element == "e2m1":
+            return self._unpack(codes.reshape(self.rows, -1, 1))
+        codes = codes.reshape(self.rows, self.cols)
         return codes if self.scheme.is_float else codes ^ np.uint8(128)
 
     def _unpack_awq(self, part: str) -> _Bytes:
@@ -142,26 +165,20 @@ class _Reader:
         mixed = self._unpack(self._words(part)).reshape(-1, len(AWQ_ORDER))
         codes = np.empty_like(mixed)
         codes[:, AWQ_ORDER] = mixed
-        return codes.reshape(-1, self.info.shape[0]).T
+        return codes.reshape(-1, self.rows).T
 
     def _scales(self) -> _Floats:
         """float32 [N, G]."""
-        names = ("scales", "weight_scale", "weight_scale_inv")
+        names = ("scales", "weight_scale", "weight_scale_inv", "scale")
         info = next(self.info.parts[name] for name in names if name in self.info.parts)
-        raw = self._read(info).numpy()
-        if info.dtype == "BF16":  # the upper half of a float32
-            values = (raw.view(np.uint16).astype(np.uint32) << np.uint32(16)).view(np.float32)
-        else:
-            values = raw.view(np.float16 if info.dtype == "F16" else np.float32)
-        values = values.astype(np.float32)
+        values = _scale_numbers(self._read(info).numpy(), info.dtype)
         bad = int(np.count_nonzero(~np.isfinite(values)))
         if bad:
             raise CheckpointError(f"{info.name}: {bad} of {values.size} scales are not finite")
-        if info.name.endswith(".scales"):
+        if self.scheme.layout in ("gptq", "awq"):
             return values.reshape(self.info.groups, -1).T
         values = values.reshape(self.info.scale_rows, self.info.groups)
-        row = np.arange(self.info.shape[0]) // (self.scheme.rows_per_scale or self.info.shape[0])
-        return values[row]
+        return values[np.arange(self.rows) // (self.scheme.rows_per_scale or self.rows)]
 
     def _zeros(self) -> _Bytes | None:
         """uint8 [N, G], or None if the weight is symmetric, which the tensor must not deny."""
@@ -190,7 +207,7 @@ class _Reader:
 
     def _stored_zeros(self, name: str) -> _Bytes:
         """uint8 [N, G] as stored, signed ones plus the middle."""
-        rows, groups = self.info.shape[0], self.info.groups
+        rows, groups = self.rows, self.info.groups
         if self.scheme.layout == "gptq":
             return self._unpack(self._words(name)).T
         if self.scheme.layout == "awq":
@@ -205,3 +222,13 @@ class _Reader:
                 f"which {self.scheme.bits} bits do not have; the checkpoint is corrupt"
             )
         return zeros.astype(np.uint8)
+
+
+def _scale_numbers(raw: _Bytes, dtype: str) -> _Floats:
+    """float32 of each stored scale."""
+    if dtype in EXPONENT_SCALES:
+        powers = np.append(np.ldexp(np.float32(1), np.arange(255) - 127), np.nan)
+        return powers.astype(np.float32)[raw]
+    if dtype == "BF16":  # the upper half of a float32
+        return (raw.view(np.uint16).astype(np.uint32) << np.uint32(16)).view(np.float32)
+    return raw.view(np.float16 if dtype == "F16" else np.float32).astype(np.float32)

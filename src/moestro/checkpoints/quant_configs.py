@@ -10,99 +10,38 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from dataclasses import replace
+from typing import Any
 
-from moestro.checkpoints.declared import GROUPS, WAY_OUT, Declared
+from moestro.checkpoints.declared import WAY_OUT, Declared
 from moestro.checkpoints.files import show
+from moestro.checkpoints.quant_schemes import (
+    EXPONENT_SCALES,
+    FLOAT_SCALES,
+    Element,
+    Layout,
+    Quantization,
+    Rule,
+    Scheme,
+)
 from moestro.core.errors import CheckpointError, UnsupportedFormat
 
 #: methods that are read
 READ_METHODS: dict[str, str] = {
     "awq": "AWQ 4-bit integers",
-    "compressed-tensors": "compressed-tensors integers and 8-bit floats",
-    "fp8": "8-bit floats with scales per block or tensor",
+    "compressed-tensors": "compressed-tensors integers, and floats of 8 or 4 bits",
+    "fp8": "8-bit floats with scales per block or tensor, experts in 4-bit floats",
     "gptq": "GPTQ packed integers",
+    "mxfp4": "4-bit floats with shared exponents",
 }
 #: methods that are known by name and not read yet, with what they are
 KNOWN_METHODS: dict[str, str] = {
     "bitsandbytes": "bitsandbytes nf4 or int8",
-    "mxfp4": "4-bit floats with shared exponents",
 }
 
 _KEYS = ("quantization_config", "compression_config")
-
-#: how a module's tensors are laid out, see ``quantized.py``
-Layout = Literal["gptq", "awq", "packed", "plain", "inverse"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Scheme:
-    """How one module's weight is stored.
-
-    bits: of a code, 4 or 8. group_size: input channels that share a scale, 0 for the whole row.
-    rows_per_scale: output channels that share it, 0 for all. is_float: codes are e4m3 numbers.
-    symmetric: every zero point is 2^(bits-1); else they are in a tensor. zero_bias: is added to
-    stored zero points, modulo 2^bits (GPTQ stores them minus one). act_order: the declaration says
-    that a tensor assigns input channels to groups.
-    """
-
-    layout: Layout
-    bits: int
-    group_size: int
-    symmetric: bool
-    zero_bias: int = 0
-    act_order: bool = False
-    rows_per_scale: int = 1
-    is_float: bool = False
-
-    @property
-    def kernel_group(self) -> int:
-        """Input channels per scale in the weight format, 0 for the whole row.
-
-        A wide group becomes several with equal scales, and so does a row with zero points, for want
-        of a row format that has them.
-        """
-        if not self.group_size and self.symmetric:
-            return 0
-        return next(group for group in GROUPS if self.group_size % group == 0)
-
-    @property
-    def format_name(self) -> str:
-        """The weight format that holds such weights without loss."""
-        group = f"g{self.kernel_group}" if self.kernel_group else "row"
-        if self.is_float:
-            return f"fp8-{group}"
-        return f"int{self.bits}{'' if self.symmetric else 'z'}-{group}"
-
-    def __str__(self) -> str:
-        group = f"groups of {self.group_size}" if self.group_size else "one scale per row"
-        if self.rows_per_scale != 1:
-            rows, cols = (str(n or "all") for n in (self.rows_per_scale, self.group_size))
-            group = f"one scale per {rows} x {cols}"
-        kind = "symmetric" if self.symmetric else "zero points"
-        return f"{self.bits} bits, {group}, {'e4m3' if self.is_float else kind}"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Rule:
-    """A scheme (None: floating point) for the modules whose name ``matches``."""
-
-    matches: Callable[[str], object]
-    scheme: Scheme | None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Quantization:
-    """A checkpoint's declared quantization. ``where`` begins messages. The first rule wins."""
-
-    method: str
-    where: str
-    rules: tuple[Rule, ...]
-
-    def scheme(self, module: str) -> Scheme | None:
-        """How a module's weight is stored; None if it is declared to be in floating point."""
-        return next((rule.scheme for rule in self.rules if rule.matches(module)), None)
+#: what some models declare beside it instead
+_BESIDE = ("expert_dtype",)
 
 
 def declarations(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -138,7 +77,9 @@ def read_quantization(config: Mapping[str, Any], where: str) -> Quantization | N
         )
     method = declared.get("quant_method")
     if isinstance(method, str) and method in _PARSERS:
-        reader = Declared(declared, f"{where}: {place}")
+        around = config.get(place.rpartition(".")[0]) or config
+        beside = {key: around[key] for key in _BESIDE if around.get(key) is not None}
+        reader = Declared({**beside, **declared}, f"{where}: {place}")
         return Quantization(method=method, where=where, rules=tuple(_PARSERS[method](reader)))
     if isinstance(method, str) and method in KNOWN_METHODS:
         raise UnsupportedFormat(
@@ -224,22 +165,54 @@ def _awq(declared: Declared) -> Iterator[Rule]:
 
 
 def _fp8(declared: Declared) -> Iterator[Rule]:
-    """DeepSeek's block scales (``weight_scale_inv``), or one scale per tensor (``weight_scale``).
-    Which modules are kept in floating point shows in the tensors."""
+    """Block scales (``weight_scale_inv``, or ``scale`` in DeepSeek-V4's own files), or one scale
+    per tensor (``weight_scale``). Which modules are kept in floating point shows in the tensors; so
+    does, with ``expert_dtype: fp4``, which are 4-bit floats with a scale per 32."""
     element = declared.text("fmt", "e4m3")
     if element not in ("e4m3", "float8_e4m3fn"):
         raise declared.refuse(f"8-bit floats of the kind {show(element)}")
+    scales = declared.text("scale_fmt", "float")
+    if scales not in ("float", "ue8m0"):
+        raise declared.refuse(f"scales of the kind {show(scales)}")
+    experts = declared.text("expert_dtype", "fp8")
+    if experts not in ("fp8", "fp4", "bf16"):
+        raise declared.refuse(f"experts of the type {show(experts)}")
     block = declared.raw.get("weight_block_size")
     rows, group = (0, 0) if block is None else declared.block(block, "weight_block_size")
+    # Exponents are stored as what they are; bytes without a name are so only if declared.
+    types = (*FLOAT_SCALES, *(EXPONENT_SCALES if scales == "ue8m0" else EXPONENT_SCALES[:1]))
     scheme = Scheme(
         layout="plain" if block is None else "inverse",
         bits=8,
         group_size=group,
         symmetric=True,
         rows_per_scale=rows,
-        is_float=True,
+        element="e4m3",
+        scale_types=types,
     )
-    yield Rule(matches=_anything, scheme=scheme)
+    others = [replace(scheme, layout="scaled")]
+    if experts == "fp4":
+        others += [_mxfp(declared, layout, 4) for layout in ("inverse", "scaled")]
+    yield Rule(matches=_anything, scheme=scheme, others=tuple(others))
+
+
+def _mxfp(declared: Declared, layout: Layout, bits: int, group: int = 32) -> Scheme:
+    """Floats of 4 or 8 bits that share an exponent of two, of the Open Compute Project's MX
+    specification."""
+    element: Element = "e2m1" if bits == 4 else "e4m3"
+    return Scheme(
+        layout=layout,
+        bits=bits,
+        group_size=declared.group_size(group),
+        symmetric=True,
+        element=element,
+        scale_types=EXPONENT_SCALES,
+    )
+
+
+def _mxfp4(declared: Declared) -> Iterator[Rule]:
+    """Stacked experts as gpt-oss has them; everything else is in floating point."""
+    yield Rule(matches=_anything, scheme=_mxfp(declared, "blocks", 4))
 
 
 _COMPRESSED_FORMATS: dict[str, Layout] = {
@@ -247,15 +220,18 @@ _COMPRESSED_FORMATS: dict[str, Layout] = {
     "int-quantized": "plain",
     "float-quantized": "plain",
     "naive-quantized": "plain",
+    "mxfp4-pack-quantized": "pairs",
+    "mxfp8-quantized": "plain",
 }
-
-
 _COMPRESSED_TYPES: dict[str, tuple[str, ...]] = {
     "pack-quantized": ("int",),
     "int-quantized": ("int",),
     "float-quantized": ("float",),
     "naive-quantized": ("int", "float"),
+    "mxfp4-pack-quantized": ("float",),
+    "mxfp8-quantized": ("float",),
 }
+_COMPRESSED_BITS = {"mxfp4-pack-quantized": (4,)}
 
 
 def _compressed_tensors(declared: Declared) -> Iterator[Rule]:
@@ -292,9 +268,15 @@ def _weights_scheme(weights: Declared, layout: str) -> Scheme:
     kind, bits = weights.text("type", "int"), weights.count("num_bits")
     if kind not in _COMPRESSED_TYPES[layout]:
         raise weights.refuse(f"{layout} with the weight type {show(kind)}")
-    if layout != "pack-quantized" and bits != 8:
+    if layout != "pack-quantized" and bits not in _COMPRESSED_BITS.get(layout, (8,)):
         raise weights.refuse(f"{layout} with {bits} bits")
     size = weights.first("group_size")
+    if layout.startswith("mxfp"):
+        if not weights.flag("symmetric", True):
+            raise weights.refuse(f"{layout} with zero points")
+        if size != 32:
+            raise weights.refuse(f"{layout} with groups of {show(size)} instead of 32")
+        return _mxfp(weights, _COMPRESSED_FORMATS[layout], bits)
     strategy = weights.text("strategy", "channel" if size in (None, -1) else "group")
     rows, group = 1, 0
     if strategy == "group":
@@ -313,7 +295,7 @@ def _weights_scheme(weights: Declared, layout: str) -> Scheme:
             group_size=group,
             symmetric=weights.flag("symmetric", True),
             rows_per_scale=rows,
-            is_float=kind == "float",
+            element="e4m3" if kind == "float" else "int",
             act_order=weights.first("actorder") not in (None, False, "weight", "static"),
         ),
     )
@@ -338,4 +320,5 @@ _PARSERS: dict[str, Callable[[Declared], Iterator[Rule]]] = {
     "compressed-tensors": _compressed_tensors,
     "fp8": _fp8,
     "gptq": _gptq,
+    "mxfp4": _mxfp4,
 }

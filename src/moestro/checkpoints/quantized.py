@@ -1,8 +1,9 @@
 """Finds the weights that a quantized safetensors checkpoint stores in several tensors each.
 
 ``X.qweight``, ``X.scales``, ... become one QuantizedInfo under the name ``X.weight``, which is what
-models ask for. All that headers tell is checked here against what config.json declares: a tensor
-that is missing, of another type, or of a shape that contradicts bits, group size or the others.
+models ask for; stacked experts, ``X_blocks`` and ``X_scales``, become ``X``. All that headers tell
+is checked here against what config.json declares: a tensor that is missing, of another type, or of
+a shape that contradicts bits, group size or the others.
 """
 
 from __future__ import annotations
@@ -15,15 +16,16 @@ from torch import Tensor
 
 from moestro.checkpoints.base import TensorInfo
 from moestro.checkpoints.files import show
-from moestro.checkpoints.quant_configs import Quantization, Scheme
+from moestro.checkpoints.quant_schemes import FLOAT_SCALES, Layout, Quantization, Scheme
 from moestro.core.errors import CheckpointError, UnsupportedFormat
 
 WORD_BITS = 32
-SCALE_TYPES = ("F16", "BF16", "F32")
-_FLOATS = (*SCALE_TYPES, "F64")
+#: codes in one of the blocks of stacked experts
+BLOCK = 32
+_FLOATS = (*FLOAT_SCALES, "F64")
 
 #: tensors of a module by layout: that of the codes first, then what is required, then what may be
-_PARTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+_PARTS: dict[Layout, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "gptq": (("qweight", "scales"), ("qzeros", "g_idx")),
     "awq": (("qweight", "scales", "qzeros"), ()),
     "packed": (
@@ -32,9 +34,12 @@ _PARTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     ),
     "plain": (("weight", "weight_scale"), ("weight_zero_point", "weight_g_idx")),
     "inverse": (("weight", "weight_scale_inv"), ()),
+    "scaled": (("weight", "scale"), ()),
+    "pairs": (("weight_packed", "weight_scale"), ()),
+    "blocks": (("blocks", "scales"), ()),
 }
 #: names that only modules with packed codes have
-_PACKED = {"qweight", "weight_packed"}
+_PACKED = {"qweight", "weight_packed", "blocks"}
 #: names that mean a module has codes
 _COMPANIONS = {"qzeros", "scales", "weight_scale", "weight_zero_point", "weight_shape"}
 _COMPANIONS |= {"weight_scale_inv"}
@@ -46,7 +51,7 @@ Read = Callable[[TensorInfo], Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class QuantizedInfo(TensorInfo):
-    """A weight [N, K] that is stored as codes, scales and more.
+    """A weight [N, K], or [E, N, K] of stacked experts, that is stored as codes, scales and more.
 
     dtype: the name of the weight format that holds it without loss. file, offset and nbytes: of
     the codes. parts: the stored tensors by the last part of their name.
@@ -63,19 +68,19 @@ class QuantizedInfo(TensorInfo):
     def groups(self) -> int:
         """Scales per output channel."""
         size = self.scheme.group_size
-        return -(-self.shape[1] // size) if size else 1
+        return -(-self.shape[-1] // size) if size else 1
 
     @property
     def scale_rows(self) -> int:
         """Scales per group of input channels."""
         rows = self.scheme.rows_per_scale
-        return -(-self.shape[0] // rows) if rows else 1
+        return -(-self.shape[-2] // rows) if rows else 1
 
 
 def find_weights(
     quantization: Quantization, infos: Mapping[str, TensorInfo], read: Read
 ) -> dict[str, QuantizedInfo]:
-    """All weights that are stored as codes, by the name of the weight, ``X.weight``.
+    """All weights that are stored as codes, by the name of the weight.
 
     ``read`` gives a stored tensor's bytes; only shapes (16 bytes each) and the first assignment of
     channels to groups are read. Raises CheckpointError for tensors that are missing or contradict
@@ -83,19 +88,20 @@ def find_weights(
     """
     found: dict[str, QuantizedInfo] = {}
     checked_order = False
+    blocks = quantization.has("blocks")
     for name, info in infos.items():
-        module, _, part = name.rpartition(".")
+        module, part = _split(name, blocks)
         if part in _COMPANIONS:
             _require_codes(quantization, module, part, infos)
         if part not in _PACKED and not (part == "weight" and info.dtype in _CODE_TYPES):
             continue
-        scheme = _scheme(quantization, module, part, name)
-        if part in _PACKED and f"{module}.weight" in infos:
+        scheme = _scheme(quantization, module, part, infos)
+        weight = _Module(module, scheme, infos, read).weight()
+        if part in _PACKED and weight.name in infos:
             raise CheckpointError(
-                f"{quantization.where}: {name} and {module}.weight are both there; which of them "
+                f"{quantization.where}: {name} and {weight.name} are both there; which of them "
                 "the model was made with is unknown, fetch the checkpoint again"
             )
-        weight = _Module(module, scheme, infos, read).weight()
         found[weight.name] = weight
         if scheme.act_order and not checked_order:
             require_ascending_groups(weight, read)
@@ -105,10 +111,10 @@ def find_weights(
 
 def refuse_undeclared(infos: Mapping[str, TensorInfo], where: str) -> None:
     """Raise UnsupportedFormat for tensors of packed codes that no configuration explains."""
-    for name in infos:
-        if name.rpartition(".")[2] in _PACKED:
+    for name, info in infos.items():
+        if _split(name, info.dtype == "U8")[1] in _PACKED:
             raise UnsupportedFormat(
-                f"{where}: {name} holds packed integers, but no config.json beside it has a "
+                f"{where}: {name} holds packed codes, but no config.json beside it has a "
                 "quantization_config that says how; fetch the config.json of these weights"
             )
 
@@ -141,11 +147,25 @@ def require_ascending_groups(info: QuantizedInfo, read: Read) -> None:
     )
 
 
+def _split(name: str, blocks: bool) -> tuple[str, str]:
+    """(module, part) of a tensor's name; ``blocks``: experts may be stacked in blocks."""
+    if blocks:
+        for part in _PARTS["blocks"][0]:
+            if name.endswith(f"_{part}"):
+                return name.removesuffix(f"_{part}"), part
+    module, _, part = name.rpartition(".")
+    return module, part
+
+
+def _tensor(layout: Layout, module: str, part: str) -> str:
+    return f"{module}_{part}" if layout == "blocks" else f"{module}.{part}"
+
+
 def _require_codes(
     quantization: Quantization, module: str, part: str, infos: Mapping[str, TensorInfo]
 ) -> None:
     plain = infos.get(f"{module}.weight")
-    if any(f"{module}.{codes}" in infos for codes in _PACKED):
+    if any(f"{module}.{codes}" in infos for codes in _PACKED) or f"{module}_blocks" in infos:
         return
     if plain is None or plain.dtype in _FLOATS:
         beside = f"{module}.weight is {plain.dtype}" if plain else "there are none"
@@ -155,20 +175,39 @@ def _require_codes(
         )
 
 
-def _scheme(quantization: Quantization, module: str, part: str, name: str) -> Scheme:
-    scheme = quantization.scheme(module)
-    if scheme is None:
+def _scheme(
+    quantization: Quantization, module: str, part: str, infos: Mapping[str, TensorInfo]
+) -> Scheme:
+    """Of the schemes a module may have the one that its tensors fit; if none, the first."""
+    schemes = quantization.schemes(module)
+    if not schemes:
+        name = f"{module}.{part}"
         raise CheckpointError(
-            f"{quantization.where}: {name} holds integers, but {module} is declared to be in "
+            f"{quantization.where}: {name} holds codes, but {module} is declared to be in "
             "floating point; config and weights do not belong together"
         )
+    scheme = next((s for s in schemes if _fits(s, module, infos)), schemes[0])
     codes = _PARTS[scheme.layout][0][0]
     if codes != part:
         raise CheckpointError(
             f"{quantization.where}: {quantization.method} ({scheme}) stores {module}.{codes}, but "
-            f"{name} is there; config and weights do not belong together"
+            f"{module}.{part} is there; config and weights do not belong together"
         )
     return scheme
+
+
+def _fits(scheme: Scheme, module: str, infos: Mapping[str, TensorInfo]) -> bool:
+    names = [_tensor(scheme.layout, module, part) for part in _PARTS[scheme.layout][0]]
+    return all(n in infos for n in names) and infos[names[0]].dtype in _code_types(scheme)
+
+
+def _code_types(scheme: Scheme) -> tuple[str, ...]:
+    """Types of the tensor of codes."""
+    if scheme.element == "e2m1":  # two to a byte
+        return ("U8",) if scheme.layout in ("pairs", "blocks") else ("I8", "U8")
+    if scheme.layout in ("gptq", "awq", "packed"):
+        return ("I32",)
+    return ("F8_E4M3",) if scheme.is_float else ("I8",)
 
 
 class _Module:
@@ -183,22 +222,23 @@ class _Module:
             required += tuple(p for p in optional if p in ("qzeros", "weight_zero_point"))
         if scheme.act_order:
             required += tuple(p for p in optional if p.endswith("g_idx"))
+        full = {p: _tensor(scheme.layout, name, p) for p in (*required, *optional)}
         for part in required:
-            if f"{name}.{part}" not in infos:
+            if full[part] not in infos:
                 raise CheckpointError(
-                    f"{name}.{part} is missing, which weights of {scheme} need beside "
-                    f"{name}.{required[0]}; the checkpoint is incomplete"
+                    f"{full[part]} is missing, which weights of {scheme} need beside "
+                    f"{full[required[0]]}; the checkpoint is incomplete"
                 )
-        names = (*required, *(p for p in optional if p not in required))
-        self.parts = {p: infos[f"{name}.{p}"] for p in names if f"{name}.{p}" in infos}
+        self.parts = {p: infos[tensor] for p, tensor in full.items() if tensor in infos}
         self.codes = self.parts[required[0]]
 
     def weight(self) -> QuantizedInfo:
-        if len(self.codes.shape) != 2:
-            raise self._fail(self.codes, "a matrix")
+        stacked = self.scheme.layout == "blocks"
+        if len(self.codes.shape) != (4 if stacked else 2):
+            raise self._fail(self.codes, "stacked blocks" if stacked else "a matrix")
         shape = self._shape()
         weight = QuantizedInfo(
-            name=f"{self.name}.weight",
+            name=self.name if stacked else f"{self.name}.weight",
             shape=shape,
             dtype=self.scheme.format_name,
             file=self.codes.file,
@@ -225,15 +265,20 @@ class _Module:
     def _per_word(self) -> int:
         return WORD_BITS // self.scheme.bits
 
-    def _shape(self) -> tuple[int, int]:
-        """[N, K] of the weight, as the codes' shape and, where there is one, the stored shape
-        have it."""
+    def _shape(self) -> tuple[int, ...]:
+        """[N, K] of the weight, or [E, N, K], as the codes' shape and, where there is one, the
+        stored shape have it."""
+        if self.scheme.layout == "blocks":
+            experts, rows, blocks, _ = self.codes.shape
+            return experts, rows, blocks * BLOCK
         first, second = self.codes.shape
         if self.scheme.layout == "gptq":
             return second, first * self._per_word
         if self.scheme.layout == "awq":
             return second * self._per_word, first
-        if self.scheme.layout in ("plain", "inverse"):
+        if self.scheme.element == "e2m1":
+            return first, 2 * second
+        if self.scheme.layout != "packed":
             return first, second
         info = self.parts["weight_shape"]
         if info.dtype not in ("I64", "I32") or info.shape != (2,):
@@ -251,32 +296,36 @@ class _Module:
         self, weight: QuantizedInfo
     ) -> Iterator[tuple[str, tuple[str, ...], tuple[tuple[int, ...], ...]]]:
         """(part, types, shapes) that are right."""
-        (rows, cols), groups = weight.shape, weight.groups
+        scheme, layout = self.scheme, self.scheme.layout
+        (rows, cols), groups = weight.shape[-2:], weight.groups
         word = self._per_word
-        if self.scheme.layout in ("gptq", "awq"):
+        codes = _PARTS[layout][0][0]
+        if layout == "blocks":
+            per_row = (*weight.shape[:-1], groups)
+            yield codes, _code_types(scheme), ((*per_row, BLOCK // 2),)
+            yield "scales", scheme.scale_types, (per_row,)
+            return
+        yield codes, _code_types(scheme), (self.codes.shape,)
+        if layout in ("gptq", "awq"):
             if rows % word:
                 raise UnsupportedFormat(
                     f"{self.codes.name} has {rows} output channels, which do not fill whole words "
-                    f"of zero points; {show(self.scheme.layout)} has no rule for that"
+                    f"of zero points; {show(layout)} has no rule for that"
                 )
-            yield "qweight", ("I32",), (self.codes.shape,)
-            yield "scales", SCALE_TYPES, ((groups, rows),)
+            yield "scales", scheme.scale_types, ((groups, rows),)
             yield "qzeros", ("I32",), ((groups, rows // word),)
             yield "g_idx", ("I32",), ((cols,),)
             return
-        per_row: tuple[tuple[int, ...], ...] = ((weight.scale_rows, groups),)
+        shapes: tuple[tuple[int, ...], ...] = ((weight.scale_rows, groups),)
         if groups == 1:
-            per_row += ((weight.scale_rows,),)
+            shapes += ((weight.scale_rows,),)
         if groups == weight.scale_rows == 1:
-            per_row += ((),)
-        packed = self.scheme.layout == "packed"
-        codes = "I32" if packed else "F8_E4M3" if self.scheme.is_float else "I8"
-        yield self.codes.name.rpartition(".")[2], (codes,), (self.codes.shape,)
-        yield "weight_scale", SCALE_TYPES, per_row
-        yield "weight_scale_inv", SCALE_TYPES, per_row
+            shapes += ((),)
+        for part in ("weight_scale", "weight_scale_inv", "scale"):
+            yield part, scheme.scale_types, shapes
         zero = self.parts.get("weight_zero_point")
-        if packed and zero is not None and zero.dtype == "I32":
+        if layout == "packed" and zero is not None and zero.dtype == "I32":
             yield "weight_zero_point", ("I32",), ((-(-rows // word), groups),)
         else:
-            yield "weight_zero_point", ("I8",), per_row
+            yield "weight_zero_point", ("I8",), shapes
         yield "weight_g_idx", ("I32",), ((cols,),)

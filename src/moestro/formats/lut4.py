@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moestro.core.errors import CheckpointError
+from moestro.core.errors import CheckpointError, UnsupportedFormat
 from moestro.formats.base import LANES
 from moestro.formats.search import (
     Table,
@@ -27,6 +27,7 @@ from moestro.formats.tiles import (
     BLOCK,
     Bytes,
     Floats,
+    Scales,
     TiledFormat,
     assemble,
     byte_codes,
@@ -120,6 +121,8 @@ class Mxfp4Format(TiledFormat):
     name = "mxfp4"
     group_size = BLOCK
     exact_from = ("MXFP4",)
+    code_max = 15
+    code_middle = 0
 
     def tile_nbytes(self, cols: int) -> int:
         return LANES + _BLOCK_NBYTES
@@ -151,6 +154,22 @@ class Mxfp4Format(TiledFormat):
     def repack_rows(self, source_type: str, raw: Bytes) -> Bytes:
         blocks = raw.reshape(raw.shape[0], -1, 17)  # MXFP4: exponent, 16 bytes of nibble pairs
         return self.tiles_of(blocks[:, :, 0], blocks[:, :, 1:])
+
+    def stored_scales(self, scales: Floats) -> Scales:
+        """2^(e - 127) -> e."""
+        if not np.isfinite(scales).all():
+            raise CheckpointError("some scales are not finite")
+        mantissa, exponent = np.frexp(scales)
+        uneven = (mantissa != 0.5) | (exponent < -126)
+        if uneven.any():
+            raise UnsupportedFormat(
+                f"{int(uneven.sum())} of {scales.size} scales (such as {scales[uneven][0]:.6g}) "
+                f"are not powers of two, which format {self.name} has for scales"
+            )
+        return (exponent + 126).astype(np.uint8)
+
+    def code_rows(self, codes: Bytes, scale: Scales, zeros: Bytes | None) -> Bytes:
+        return self.tiles_of(scale, pair_nibbles(codes))
 
     def tiles_of(self, exponents: Bytes, pairs: Bytes) -> Bytes:
         """Exponents uint8 [N, G] and indices [N, G, 16] (channel k low, k + 16 high) -> tiles."""

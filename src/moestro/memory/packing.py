@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from moestro.checkpoints.base import Checkpoint
-from moestro.checkpoints.quant_codes import read_codes
+from moestro.checkpoints.base import Checkpoint, TensorInfo
+from moestro.checkpoints.quant_codes import Codes, read_codes
 from moestro.checkpoints.quantized import QuantizedInfo
 from moestro.core import env
 from moestro.core.errors import CheckpointError, UnsupportedFormat
@@ -94,24 +94,25 @@ class Packer:
         self, source: ExpertsSource, index: int, errors: ErrorSum | None = None
     ) -> list[Tensor]:
         """Packed uint8 bytes of one expert's gate, up and down."""
-        shared: dict[str, Tensor] = {}
+        read: dict[str, Tensor | Codes] = {}
         packed = []
         for name, part in zip(PROJECTION_NAMES, source.parts, strict=True):
             info = part.infos[0] if part.stacked else part.infos[index]
             shape = (part.rows, part.cols)
-            rows: StoredRows
-            if isinstance(info, QuantizedInfo):
-                rows = CodedRows(info.dtype, read_codes(self.checkpoint, info), named=part.named)
-            else:
-                if info.name not in shared:
-                    one = (index, index + 1) if part.stacked else None
-                    shared[info.name] = self.checkpoint.read(info.name, one)
-                rows = _stored_rows(shared[info.name], info.dtype, part)
+            if info.name not in read:
+                read[info.name] = self._read_expert(info, index if part.stacked else None)
+            rows = _stored_rows(read[info.name], info.dtype, part)
             importance = self.importance.get(f"{source.spec.key}.{name}")
             if importance is not None and importance.dim() == 2:
                 importance = importance[index]
             packed.append(self._pack(part.format, info.name, rows, shape, importance, errors))
         return packed
+
+    def _read_expert(self, info: TensorInfo, index: int | None) -> Tensor | Codes:
+        """One expert's part of a tensor; ``index`` None: all of it."""
+        if isinstance(info, QuantizedInfo):
+            return read_codes(self.checkpoint, info, index)
+        return self.checkpoint.read(info.name, None if index is None else (index, index + 1))
 
     def _pack(
         self,
@@ -180,10 +181,12 @@ class Packer:
         return pairs.transpose(1, 2).reshape(-1)
 
 
-def _stored_rows(raw: Tensor, dtype: str, part: Part) -> StoredRows:
+def _stored_rows(stored: Tensor | Codes, dtype: str, part: Part) -> StoredRows:
     """The rows of this projection among those fused in one tensor."""
+    if isinstance(stored, Codes):
+        return CodedRows(dtype, stored.rows(part.channels), named=part.named)
     index, count = part.fused
     if part.transposed:
-        return TransposedRows(dtype, raw, part.cols, index=index, count=count)
-    size = raw.numel() // count
-    return RawRows(dtype, raw[index * size : (index + 1) * size], part.rows, part.cols)
+        return TransposedRows(dtype, stored, part.cols, index=index, count=count)
+    size = stored.numel() // count
+    return RawRows(dtype, stored[index * size : (index + 1) * size], part.rows, part.cols)

@@ -52,9 +52,9 @@ class Source:
 class Part:
     """One projection of all experts: E tensors, or one stacked tensor (then len(infos) is 1).
 
-    ``fused``: (index, count) of this projection among those side by side in each expert's rows.
-    ``named``: as in Source. ``transposed``: the tensor holds [cols, rows] of an expert, and fused
-    projections take turns.
+    ``fused``: (index, count) of this projection among those in each expert's rows.
+    ``interleaved``: these take turns row by row, instead of lying side by side.
+    ``named``: as in Source. ``transposed``: the tensor holds [cols, rows] of an expert.
     """
 
     infos: tuple[TensorInfo, ...]
@@ -62,8 +62,17 @@ class Part:
     cols: int
     format: Format
     fused: tuple[int, int] = (0, 1)
+    interleaved: bool = False
     named: bool = False
     transposed: bool = False
+
+    @property
+    def channels(self) -> slice:
+        """The output channels of this projection among those of the tensor."""
+        index, count = self.fused
+        if self.interleaved:
+            return slice(index, None, count)
+        return slice(index * self.rows, (index + 1) * self.rows)
 
     @property
     def stacked(self) -> bool:
@@ -149,10 +158,9 @@ class _Finder:
             raise ValueError(f"{spec.key}: the shape of experts is (E, intermediate, hidden)")
         _, intermediate, hidden = spec.shape
         sources = spec.expert_sources
-        transposed = sources.layout == "interleaved_transposed"
 
         def infos(names: tuple[str, ...], rows: int, cols: int) -> tuple[TensorInfo, ...]:
-            return self._infos(spec, names, (cols, rows) if transposed else (rows, cols))
+            return self._infos(spec, names, (rows, cols))
 
         fused = infos(sources.gate_up, 2 * intermediate, hidden)
         if fused:
@@ -172,7 +180,7 @@ class _Finder:
         if len(self.missing) > before or not all(infos for infos, *_ in [*gate_up, down]):
             return None
         gate, up, last = (
-            self._part(spec, name, *found, transposed=transposed)
+            self._part(spec, name, *found)
             for name, found in zip(PROJECTION_NAMES, [*gate_up, down], strict=True)
         )
         return ExpertsSource(spec=spec, parts=(gate, up, last))
@@ -180,13 +188,17 @@ class _Finder:
     def _infos(
         self, spec: WeightSpec, candidates: tuple[str, ...], shape: tuple[int, int]
     ) -> tuple[TensorInfo, ...]:
-        """Infos of the first candidate that is there: E of them, or one stacked, or none."""
+        """Infos of the first candidate that is there: E of them, or one stacked, or none.
+
+        shape: (rows, cols) of one expert.
+        """
         count = spec.shape[0]
         for name in candidates:
             if "{e}" not in name:
                 if name in self.names:
                     info = self.checkpoint.info(name)
-                    self._require_shape(info, (count, *shape))
+                    one = shape[::-1] if _transposed(spec, info) else shape
+                    self._require_shape(info, (count, *one))
                     return (info,)
                 continue
             present = [name.format(e=e) for e in range(count) if name.format(e=e) in self.names]
@@ -226,10 +238,9 @@ class _Finder:
         rows: int,
         cols: int,
         fused: tuple[int, int],
-        *,
-        transposed: bool,
     ) -> Part:
         key = f"{spec.key}.{projection}"
+        transposed = _transposed(spec, infos[0])
         if transposed and infos[0].dtype not in FLOAT_TYPES:
             raise UnsupportedFormat(
                 f"{self.checkpoint.path}: {infos[0].name} holds transposed experts of type "
@@ -249,6 +260,7 @@ class _Finder:
             cols=cols,
             format=format_,
             fused=fused,
+            interleaved=_interleaved(spec),
             named=self._named(key, spec.role, infos[0]),
             transposed=transposed,
         )
@@ -290,6 +302,16 @@ class _Finder:
 
 def _ids(spec: WeightSpec) -> range:
     return range(spec.shape[0])
+
+
+def _interleaved(spec: WeightSpec) -> bool:
+    sources = spec.expert_sources
+    return sources is not None and sources.layout == "interleaved_transposed"
+
+
+def _transposed(spec: WeightSpec, info: TensorInfo) -> bool:
+    """Quantized tensors are not: the channels that share a scale lie in a row."""
+    return _interleaved(spec) and not isinstance(info, QuantizedInfo)
 
 
 def _any_of(names: Sequence[str], key: str) -> str:

@@ -48,8 +48,8 @@ class ExpertSources:
     gate, up, down: per-expert names (with ``{e}``) of [I, H], [I, H], [H, I], or stacked names
     (without) of [E, I, H], [E, I, H], [E, H, I].
     gate_up: fused names, stacked [E, 2I, H] with gate first.
-    layout: ``rows`` as above. ``interleaved_transposed``: fused [E, H, 2I], gate and up channels
-    alternating, and down [E, I, H], of float numbers only.
+    layout: ``rows`` as above. ``interleaved_transposed``: gate and up channels alternate in fused
+    tensors, and float ones are transposed, fused [E, H, 2I] and down [E, I, H].
     """
 
     gate: tuple[str, ...] = ()

@@ -145,6 +145,24 @@ def test_8_bit_floats():
         assert (found.rows_per_scale, found.format_name) == (rows, f"fp8-{name}")
 
 
+def test_4_bit_floats():
+    stacked = read({"quant_method": "mxfp4"}).scheme("model.layers.0.mlp.experts.down_proj")
+    assert stacked is not None and stacked.is_float
+    assert (stacked.layout, stacked.group_size, stacked.format_name) == ("blocks", 32, "mxfp4")
+    declared = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    for config in (
+        {"expert_dtype": "fp4", "quantization_config": declared},
+        {"text_config": {"expert_dtype": "fp4", "quantization_config": declared}},
+    ):
+        quantization = read_quantization(config, "config.json")
+        assert quantization is not None
+        names = [scheme.format_name for scheme in quantization.schemes("a")]
+        assert names == ["fp8-g128", "fp8-g128", "mxfp4", "mxfp4"]
+    plain = read_quantization({"quantization_config": declared}, "config.json")
+    assert plain is not None
+    assert {scheme.format_name for scheme in plain.schemes("a")} == {"fp8-g128"}
+
+
 def test_a_declaration_repeated_in_a_part_of_the_model():
     same = {"quantization_config": gptq(), "text_config": {"quantization_config": gptq()}}
     assert read_quantization(same, "config.json") is not None
@@ -188,6 +206,8 @@ REFUSED = {
         strategy="tensor", symmetric=False
     ),
     "8-bit floats of the kind 'e5m2'": {"quant_method": "fp8", "fmt": "e5m2"},
+    "scales of the kind 'log'": {"quant_method": "fp8", "scale_fmt": "log"},
+    "experts of the type 'int3'": {"quant_method": "fp8", "expert_dtype": "int3"},
     "weight_block_size \\[0, 128\\]": {"quant_method": "fp8", "weight_block_size": [0, 128]},
     "group size 16 ": {"quant_method": "fp8", "weight_block_size": [128, 16]},
     "group size 24": weights(group_size=24),

@@ -50,9 +50,32 @@ def test_values_and_padding(name: str, rows: int, cols: int):
     assert np.array_equal(format_.unpack(packed, rows, cols).numpy(), want[:rows, :cols])
 
 
+def test_4_bit_floats_with_powers_of_two():
+    rng = np.random.default_rng(4)
+    codes = torch.from_numpy(rng.integers(0, 16, (33, 70), dtype=np.uint8))
+    exponents = rng.integers(-127, 126, (33, 3))
+    exponents.flat[:2], exponents.flat[-1] = -127, 125
+    scales = torch.from_numpy(np.ldexp(np.float32(1), exponents).astype(np.float32))
+    format_ = formats.get("mxfp4")
+    got = np.asarray(
+        slow_layout.decode("mxfp4", format_.pack_codes(codes, scales).numpy().tobytes(), 48, 96)
+    )
+    numbers = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    numbers = np.concatenate([numbers, -numbers])[codes.numpy()]
+    want = numbers * np.repeat(2.0**exponents, 32, axis=1)[:, :70]
+    assert np.array_equal(got[:33, :70], want)
+    assert not got[33:].any() and not got[:, 70:].any()
+    for bad in (3.0, 0.0, -1.0, 2.0**-128, float("nan"), 2.0**126):
+        error = CheckpointError if bad > 100 or bad != bad else UnsupportedFormat
+        with pytest.raises(error, match=r"powers of two|not finite"):
+            format_.pack_codes(codes, torch.full((33, 3), bad))
+    with pytest.raises(UnsupportedFormat, match="has no zero points"):
+        format_.pack_codes(codes, scales, torch.zeros(33, 3, dtype=torch.uint8))
+
+
 @pytest.mark.parametrize(
     "name",
-    [n for n in formats.names() if n not in HOLDS and not n.startswith("fp8")],
+    [n for n in formats.names() if n not in HOLDS and not n.startswith(("fp8", "mxfp4"))],
 )
 def test_other_formats_hold_no_codes(name: str):
     codes = torch.zeros(16, 256, dtype=torch.uint8)

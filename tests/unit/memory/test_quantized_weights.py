@@ -339,7 +339,7 @@ def test_method_and_tensors_that_do_not_belong_together(tmp_path: Path):
     with pytest.raises(CheckpointError, match=r"a\.q_proj\.weight is F32"):
         open_checkpoint(tmp_path)
     write(tmp_path, gptq, None)
-    with pytest.raises(UnsupportedFormat, match=r"q_proj\.qweight holds packed integers"):
+    with pytest.raises(UnsupportedFormat, match=r"q_proj\.qweight holds packed codes"):
         open_checkpoint(tmp_path)
 
 
