@@ -3,9 +3,11 @@
 
 #include "algo/linear.h"
 #include "algo/moe.h"
+#include "algo/multiply.h"
 #include "algo/probe.h"
 #include "bind/tensors.h"
 #include "formats/format.h"
+#include "isa/dispatch.h"
 
 namespace moestro {
 namespace {
@@ -103,6 +105,17 @@ nb::ndarray<nb::numpy, float> decode(const std::string& format, Bytes1 data, int
   return nb::ndarray<nb::numpy, float>(values, {size_t(rows), size_t(cols)}, owner);
 }
 
+void multiply(const std::string& isa, Floats2 x, const std::string& format, Bytes1 data, int64_t n,
+              int64_t k, Floats2 out) {
+  const IsaTable& table = isa_named(isa);
+  const PackedMatrix weight = bind_matrix("multiply: weight bytes", format, data, n, k);
+  require_size("multiply: x width", int64_t(x.shape(1)), k);
+  require_size("multiply: out width", int64_t(out.shape(1)), n);
+  require_size("multiply: out rows", int64_t(out.shape(0)), int64_t(x.shape(0)));
+  nb::gil_scoped_release release;
+  multiply_by(table, weight, x.data(), int64_t(x.shape(0)), out.data());
+}
+
 }  // namespace
 
 void init_matrix_ops(nb::module_& m) {
@@ -110,6 +123,9 @@ void init_matrix_ops(nb::module_& m) {
         nb::arg("data").noconvert(), nb::arg("n"), nb::arg("k"), nb::arg("out").noconvert(),
         nb::arg("rows").noconvert(), nb::kw_only(), nb::arg("bias").noconvert().none() = nb::none(),
         nb::arg("accumulate") = false);
+  m.def("multiply", &multiply, nb::arg("isa"), nb::arg("x").noconvert(), nb::arg("format"),
+        nb::arg("data").noconvert(), nb::arg("n"), nb::arg("k"), nb::arg("out").noconvert(),
+        "linear by the kernels of a named instruction set, in the calling thread.");
   m.def("embed_tokens", &embed_tokens, nb::arg("program").none(), nb::arg("ids").noconvert(),
         nb::arg("format"), nb::arg("data").noconvert(), nb::arg("vocab"), nb::arg("hidden"),
         nb::arg("out").noconvert(), nb::arg("rows").noconvert());

@@ -45,19 +45,20 @@ const IsaTable& isa() {
   return *table;
 }
 
-void set_isa(const std::string& name) {
+const IsaTable& isa_named(const std::string& name) {
   for (const Entry& entry : kEntries) {
     if (name != entry.table->name) continue;
     if (!entry.supported())
       throw Error(ErrorKind::kUnsupportedOp,
                   "instruction set " + name +
                       " was asked for, but this machine supports: " + join(supported_isas()));
-    active.store(entry.table, std::memory_order_release);
-    return;
+    return *entry.table;
   }
   throw Error(ErrorKind::kUnsupportedOp,
               "unknown instruction set " + name + "; this build has: " + join(built_isas()));
 }
+
+void set_isa(const std::string& name) { active.store(&isa_named(name), std::memory_order_release); }
 
 std::vector<std::string> supported_isas() {
   std::vector<std::string> names;

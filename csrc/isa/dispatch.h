@@ -11,6 +11,7 @@ namespace moestro {
 // The active table: the best the machine supports unless set_isa() chose another.
 const IsaTable& isa();
 // Throws Error(kUnsupportedOp) if the name is unknown or the machine lacks the instructions.
+const IsaTable& isa_named(const std::string& name);
 void set_isa(const std::string& name);
 // Names of all tables that this machine can run, plainest first.
 std::vector<std::string> supported_isas();

@@ -20,10 +20,12 @@ import pytest
 import tiny_checkpoint
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
-from moestro import LLM, SamplingParams, formats
+from moestro import LLM, SamplingParams, formats, native
 from moestro.cli.main import main
 from moestro.core.errors import InvalidRequest
+from moestro.devices.cpu import self_check
 
 REFERENCE = ("--device", "reference", "--threads", "1")
 GREEDY = ("--temperature", "0", "--max-tokens", "8", "--ignore-eos")
@@ -162,9 +164,53 @@ def test_doctor_reports_the_machine(moestro: Run) -> None:
     assert report["formats"] == formats.names()
     assert report["threads"] >= 1
     assert 0 < report["memory"]["budget"] <= report["memory"]["total"]
+    assert {row["number"] for row in report["machine"]["numa_nodes"]}
+    assert report["huge_pages"]["share"] is None or 0 <= report["huge_pages"]["share"] <= 1
     code, out, _ = moestro("doctor")
     assert code == 0
-    assert "CPU" in out and "kernels" in out and "budget" in out
+    assert "CPU" in out and "kernels" in out and "budget" in out and "huge pages" in out
+
+
+def test_doctor_checks_every_kernel_and_fits_the_terminal(
+    moestro: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    report = json.loads(moestro("doctor", "--json")[1])
+    assert list(report["self_check"]) == native.built_isas()
+    for isa, row in report["self_check"].items():
+        names = formats.names() if isa in native.supported_isas() else []
+        assert sorted(row) == names
+        assert set(row.values()) <= {"ok", "not built"}
+    assert report["self_check"][native.isa()]["int4-g32"] == "ok"
+    monkeypatch.setenv("COLUMNS", "100")
+    wide = moestro("doctor")[1]
+    assert re.search(r"^format +scalar", wide, re.MULTILINE) and f"{native.isa()}*" in wide
+    assert re.search(r"^int4 g32 g64 g128 row +ok", wide, re.MULTILINE)
+    monkeypatch.setenv("COLUMNS", "34")
+    narrow = moestro("doctor")[1]
+    assert max(len(line.rstrip()) for line in narrow.splitlines()) <= 34
+    assert re.search(r"^scalar.*: \d+ of \d+ formats", narrow, re.MULTILINE)
+
+
+def test_wrong_kernels_are_shown_and_no_model_is_loaded_with_them(
+    model: Path, moestro: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = native.core.multiply
+
+    def multiply(isa: str, x: Tensor, name: str, data: Tensor, n: int, k: int, out: Tensor) -> None:
+        right(isa, x, name, data, n, k, out)
+        if isa == native.isa() and name in ("f32", "int4-g64"):
+            out[0, 3] += 1
+
+    monkeypatch.setattr(native.core, "multiply", multiply)
+    monkeypatch.setattr(self_check, "_passed", set())
+    code, out, _ = moestro("doctor")
+    assert code == 8
+    assert re.search(r"^int4 g32 g128 row .*ok", out, re.MULTILINE)
+    assert re.search(r"^int4 g64 .*FAILED", out, re.MULTILINE)
+    assert f"int4-g64 on {native.isa()}: token 0 of 1, channel 3: " in out
+    code, _, err = moestro("run", model, "hello", *GREEDY)
+    assert code == 8 and "format f32 on instruction set" in err and "MOESTRO_ISA=" in err
+    assert moestro("run", model, "hello", *REFERENCE, *GREEDY)[0] == 0
 
 
 def test_version_and_help(moestro: Run) -> None:

@@ -6,22 +6,28 @@ import dataclasses
 import platform
 from typing import Any
 
+import typer
+
+from moestro.cli import _self_check
 from moestro.cli._options import JsonOption
 from moestro.cli._terminal import print_json
 from moestro.core import env, log
-from moestro.core.errors import MoestroError
+from moestro.core.errors import MoestroError, SelfCheckError
 from moestro.core.units import format_bytes
 
+_HUGE_PAGE_TEST = 16 << 20
 _PACKAGES = ("moestro", "torch", "numpy", "tokenizers", "jinja2", "huggingface_hub")
 
 
 def doctor(as_json: JsonOption = False) -> None:
-    """Show the machine, the instruction sets found and used, formats, memory and versions."""
+    """Show the machine, what of it is used and how, and check every kernel on this CPU."""
     report = collect()
     if as_json:
         print_json(report)
     else:
         show(report)
+    if _in_use_fails(report):
+        raise typer.Exit(SelfCheckError.exit_code)
 
 
 def collect() -> dict[str, Any]:
@@ -31,10 +37,13 @@ def collect() -> dict[str, Any]:
 
     machine = facts.gather()
     cache = env.cache_dir()
+    native = _native()
     return {
-        "machine": dataclasses.asdict(machine),
+        "machine": dataclasses.asdict(machine) | {"physical_cores": machine.physical_cores},
         "threads": env.threads() or machine.threads,
-        "native": _native(),
+        "native": native,
+        "self_check": {} if "problem" in native else _self_check.collect(native["built"]),
+        "huge_pages": _huge_pages(machine.huge_pages),
         "devices": devices.names(),
         "formats": formats.names(),
         "memory": {
@@ -63,6 +72,22 @@ def _native() -> dict[str, Any]:
     }
 
 
+def _huge_pages(setting: str) -> dict[str, Any]:
+    """The system's setting, and the part of some fresh memory for weights that got huge pages."""
+    try:
+        from moestro.memory.arena import aligned_buffer, huge_page_nbytes
+    except (ImportError, MoestroError):  # without the native core there is no such memory
+        return {"setting": setting, "share": None}
+    fresh = aligned_buffer(_HUGE_PAGE_TEST)
+    fresh.fill_(1)
+    return {"setting": setting, "share": huge_page_nbytes(fresh) / _HUGE_PAGE_TEST}
+
+
+def _in_use_fails(report: dict[str, Any]) -> bool:
+    used = report["native"].get("isa")
+    return any(isa == used for isa, _, _ in _self_check.failures(report["self_check"]))
+
+
 def _versions() -> dict[str, str]:
     from importlib.metadata import PackageNotFoundError, version
 
@@ -80,16 +105,21 @@ def show(report: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(show_header=False, box=None, pad_edge=False)
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column(overflow="fold")
-    for name, text in _lines(report):
-        table.add_row(name, text)
-    Console(highlight=False, markup=False).print(table)
+    console = Console(highlight=False, markup=False)
+    lines = Table(show_header=False, box=None, pad_edge=False)
+    lines.add_column(style="bold", no_wrap=True)
+    lines.add_column(overflow="fold")
+    for name, text in [*_machine_lines(report), *_used_lines(report)]:
+        lines.add_row(name, text)
+    console.print(lines)
+    if report["self_check"]:
+        console.print("\nself-check of the kernels (* in use)")
+        for part in _self_check.render(report["self_check"], report["native"]["isa"], console):
+            console.print(part)
 
 
-def _lines(report: dict[str, Any]) -> list[tuple[str, str]]:
-    machine, native, memory = report["machine"], report["native"], report["memory"]
+def _machine_lines(report: dict[str, Any]) -> list[tuple[str, str]]:
+    machine, memory = report["machine"], report["memory"]
     usable = len(machine["usable_cpus"])
     cores = (
         f"{machine['physical_cores']} physical cores usable "
@@ -101,25 +131,49 @@ def _lines(report: dict[str, Any]) -> list[tuple[str, str]]:
         f"L{c['level']} {c['kind'].lower()} {format_bytes(c['size'])} x{c['instances']}"
         for c in machine["caches"]
     )
+    nodes = ", ".join(
+        f"node {n['number']}: {len(n['cpus'])} usable CPUs, {format_bytes(n['memory_free'])} of "
+        f"{format_bytes(n['memory_total'])} free"
+        for n in machine["numa_nodes"]
+    )
     limit = f", limited to {format_bytes(memory['limit'])}" if memory["limit"] is not None else ""
-    lines = [
+    return [
         ("CPU", machine["cpu_model"]),
         ("cores", cores + ")"),
         ("features", " ".join(machine["features"]) or "none that matter"),
         ("caches", caches or "unknown"),
-        ("NUMA nodes", str(machine["numa_nodes"])),
+        ("NUMA", nodes),
         ("memory", f"{format_bytes(memory['total'])}{limit}"),
         ("budget", f"{format_bytes(memory['budget'])} available now"),
+        ("huge pages", _huge_pages_line(report["huge_pages"])),
         ("cache", f"{report['cache']['path']} ({format_bytes(report['cache']['disk_free'])} free)"),
     ]
+
+
+def _huge_pages_line(found: dict[str, Any]) -> str:
+    setting = found["setting"] or "unknown"
+    if found["share"] is None:
+        return setting
+    if found["share"] >= 1:
+        return f"{setting}: weights get them"
+    return (
+        f"{setting}: weights get {found['share']:.0%}; decoding is up to a sixth slower without "
+        "(/sys/kernel/mm/transparent_hugepage/enabled should say madvise or always)"
+    )
+
+
+def _used_lines(report: dict[str, Any]) -> list[tuple[str, str]]:
+    native = report["native"]
     if "problem" in native:
-        lines.append(("kernels", native["problem"]))
+        kernels = native["problem"]
     else:
         others = [isa for isa in native["supported"] if isa != native["isa"]]
-        lines.append(("kernels", f"{native['isa']} in use; also possible: {', '.join(others)}"))
-    lines.append(("threads", str(report["threads"])))
-    lines.append(("devices", ", ".join(report["devices"])))
-    lines.append(("formats", ", ".join(report["formats"])))
-    lines.append(("fallbacks", "; ".join(report["fallbacks"].values()) or "none"))
-    lines.append(("versions", ", ".join(f"{k} {v}" for k, v in report["versions"].items())))
-    return lines
+        kernels = f"{native['isa']} in use"
+        kernels += f"; also possible: {', '.join(others)}" if others else ""
+    return [
+        ("kernels", kernels),
+        ("threads", str(report["threads"])),
+        ("devices", ", ".join(report["devices"])),
+        ("fallbacks", "; ".join(report["fallbacks"].values()) or "none"),
+        ("versions", ", ".join(f"{k} {v}" for k, v in report["versions"].items())),
+    ]

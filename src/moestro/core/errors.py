@@ -47,3 +47,9 @@ class InvalidRequest(MoestroError):
     """A request or an option that cannot be carried out as asked."""
 
     exit_code = 2
+
+
+class SelfCheckError(MoestroError):
+    """A kernel of this CPU does not give what its format says; raised before weights are read."""
+
+    exit_code = 8

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Protocol
 
 from moestro.ops.contracts import Ops
@@ -27,4 +28,10 @@ class Device(Protocol):
 
     def set_threads(self, threads: int) -> None:
         """Compute with this many threads from now on, in the whole process."""
+        ...
+
+    def check_formats(self, names: Collection[str]) -> None:
+        """Make sure that the kernels of these formats compute rightly on this machine, before
+        weights are loaded for them. Raises SelfCheckError.
+        """
         ...

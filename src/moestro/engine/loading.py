@@ -63,8 +63,9 @@ def load_engine(
     """Open a checkpoint and make an engine of it; ``progress(done, total)`` counts bytes.
 
     Everything that can be refused from headers is refused before a weight is read: unknown options,
-    architectures and formats, missing tensors, a context the model does not have, and memory that
-    does not suffice (OutOfBudget).
+    architectures and formats, kernels that compute wrongly on this machine (SelfCheckError),
+    missing tensors, a context the model does not have, and memory that does not suffice
+    (OutOfBudget).
     """
     start = time.monotonic()
     policy = FormatPolicy.parse(formats or "")
@@ -74,6 +75,7 @@ def load_engine(
     checkpoint = open_checkpoint(model, revision=revision, offline=offline)
     try:
         description = models.describe(checkpoint)
+        target.check_formats(weight_formats(checkpoint, description.weights, policy))
         plan = plan_memory(
             description.spec,
             config,
@@ -119,6 +121,24 @@ def weights_nbytes(checkpoint: Checkpoint, specs: list[WeightSpec], policy: Form
         else:
             total += source.format.nbytes(source.rows, source.cols)
     return total
+
+
+def weight_formats(
+    checkpoint: Checkpoint, specs: list[WeightSpec], policy: FormatPolicy
+) -> set[str]:
+    """Names of the formats the weights will have in memory, from headers alone."""
+    if isinstance(checkpoint, PackedCheckpoint):
+        present = set(checkpoint.names())
+        entries = [checkpoint.entry(s.key) for s in specs if s.key in present]
+        names = {entry.format_name for entry in entries if entry.kind == "matrix"}
+        return names | {part.format_name for entry in entries for part in entry.parts}
+    names = set()
+    for source in resolve(checkpoint, specs, policy):
+        if isinstance(source, ExpertsSource):
+            names |= {part.format.name for part in source.parts}
+        elif source.format is not None:
+            names.add(source.format.name)
+    return names
 
 
 def _scratch_per_token(description: ModelDescription) -> int:

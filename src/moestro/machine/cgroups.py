@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from moestro.machine.files import text
+
 # Version 1 says "no limit" with the largest page-aligned 63-bit number.
 _UNLIMITED = 1 << 60
 
@@ -49,7 +51,7 @@ def read_limits(root: Path = Path("/")) -> CgroupLimits:
 def _groups(root: Path, controller: str) -> Iterator[Path]:
     """Directories of the process's groups with this controller, from the leaf to the mount."""
     mounts = root / "sys/fs/cgroup"
-    for line in _text(root / "proc/self/cgroup").splitlines():
+    for line in text(root / "proc/self/cgroup").splitlines():
         fields = line.split(":", 2)
         if len(fields) != 3:
             continue
@@ -76,11 +78,11 @@ def _ancestors(base: Path, path: str) -> Iterator[Path]:
 
 
 def _cpu_quota(group: Path) -> float | None:
-    fields = _text(group / "cpu.max").split()
+    fields = text(group / "cpu.max").split()
     if len(fields) != 2:
         fields = [
-            _text(group / "cpu.cfs_quota_us").strip(),
-            _text(group / "cpu.cfs_period_us").strip(),
+            text(group / "cpu.cfs_quota_us").strip(),
+            text(group / "cpu.cfs_period_us").strip(),
         ]
     quota, period = (_number(field) for field in fields)
     if quota is None or period is None or quota <= 0 or period <= 0:
@@ -90,7 +92,7 @@ def _cpu_quota(group: Path) -> float | None:
 
 def _memory_limit(group: Path) -> int | None:
     for name in ("memory.max", "memory.limit_in_bytes"):
-        limit = _number(_text(group / name).strip())
+        limit = _number(text(group / name).strip())
         if limit is not None and limit < _UNLIMITED:
             return limit
     return None
@@ -98,7 +100,7 @@ def _memory_limit(group: Path) -> int | None:
 
 def _memory_used(group: Path) -> int:
     for name in ("memory.current", "memory.usage_in_bytes"):
-        used = _number(_text(group / name).strip())
+        used = _number(text(group / name).strip())
         if used is not None:
             return max(0, used - _droppable(group))
     return 0
@@ -107,7 +109,7 @@ def _memory_used(group: Path) -> int:
 def _droppable(group: Path) -> int:
     """File cache on the inactive list: charged to the group, but given back under pressure."""
     stat = dict(
-        line.split(None, 1) for line in _text(group / "memory.stat").splitlines() if " " in line
+        line.split(None, 1) for line in text(group / "memory.stat").splitlines() if " " in line
     )
     value = stat.get("total_inactive_file", stat.get("inactive_file", "0"))
     return _number(value.strip()) or 0
@@ -115,11 +117,3 @@ def _droppable(group: Path) -> int:
 
 def _number(text: str) -> int | None:
     return int(text) if text.lstrip("-").isdigit() else None
-
-
-def _text(path: Path) -> str:
-    """The file's text, or nothing where it does not exist or may not be read."""
-    try:
-        return path.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from moestro.machine.cgroups import read_limits
+from moestro.machine.files import cpu_list, numbered, text
+from moestro.machine.numa import NumaNode, read_nodes
 
 #: CPU features that decide which kernels run, as the kernel names them in /proc/cpuinfo
 _FEATURES = (
@@ -32,9 +34,11 @@ class Cache:
 class MachineFacts:
     """Facts about this computer. All sizes in bytes.
 
-    usable_cpus: logical CPUs in this process's affinity mask. physical_cores: distinct cores
-    behind them. cpu_quota: cores' worth of time the control group grants, None if unlimited.
-    memory_available: what can be allocated now without swapping, within the control group's limit.
+    usable_cpus: logical CPUs in this process's affinity mask. cores: the distinct cores behind
+    them, each as its usable CPUs, ascending. cpu_quota: cores' worth of time the control group
+    grants, None if unlimited. huge_pages: the system's setting for transparent ones (``always``,
+    ``madvise``, ``never``), empty if unknown. memory_available: what can be allocated now without
+    swapping, within the control group's limit.
     """
 
     cpu_model: str
@@ -42,13 +46,18 @@ class MachineFacts:
     features: tuple[str, ...]
     logical_cpus: int
     usable_cpus: tuple[int, ...]
-    physical_cores: int
+    cores: tuple[tuple[int, ...], ...]
     cpu_quota: float | None
-    numa_nodes: int
+    numa_nodes: tuple[NumaNode, ...]
+    huge_pages: str
     caches: tuple[Cache, ...]
     memory_total: int
     memory_available: int
     memory_limit: int | None
+
+    @property
+    def physical_cores(self) -> int:
+        return len(self.cores)
 
     @property
     def threads(self) -> int:
@@ -63,12 +72,12 @@ def gather(root: Path = Path("/"), affinity: frozenset[int] | None = None) -> Ma
     mask (both for tests).
     """
     usable = sorted(os.sched_getaffinity(0) if affinity is None else affinity)
-    cpuinfo = _text(root / "proc/cpuinfo")
+    cpuinfo = text(root / "proc/cpuinfo")
     limits = read_limits(root)
     meminfo = _meminfo(root)
     total = meminfo.get("MemTotal", 0)
     available = meminfo.get("MemAvailable", meminfo.get("MemFree", 0))
-    online = _cpu_list(_text(root / "sys/devices/system/cpu/online")) or usable
+    online = cpu_list(text(root / "sys/devices/system/cpu/online")) or usable
     if limits.memory_free is not None:
         available = min(available, limits.memory_free)
     return MachineFacts(
@@ -77,14 +86,24 @@ def gather(root: Path = Path("/"), affinity: frozenset[int] | None = None) -> Ma
         features=_features(cpuinfo),
         logical_cpus=len(online),
         usable_cpus=tuple(usable),
-        physical_cores=_physical_cores(root, usable),
+        cores=_cores(root, usable),
         cpu_quota=limits.cpus,
-        numa_nodes=max(1, len(_numbered(root / "sys/devices/system/node", "node"))),
+        numa_nodes=read_nodes(root, tuple(usable)),
+        huge_pages=_huge_pages(root),
         caches=_caches(root, online),
         memory_total=total if limits.memory is None else min(total, limits.memory),
         memory_available=available,
         memory_limit=limits.memory,
     )
+
+
+def cpu_identity(root: Path = Path("/")) -> str:
+    """What distinguishes this CPU from one that may compute otherwise: model, stepping, microcode
+    and the features the kernel lets programs use.
+    """
+    cpuinfo = text(root / "proc/cpuinfo")
+    names = ("model name", "cpu family", "model", "stepping", "microcode", "flags", "Features")
+    return "; ".join(_field(cpuinfo, name) for name in names)
 
 
 def available_memory(root: Path = Path("/")) -> int:
@@ -106,7 +125,7 @@ def disk_free(path: Path) -> int:
 
 
 def _meminfo(root: Path) -> dict[str, int]:
-    found = re.findall(r"^(\w+):\s+(\d+) kB", _text(root / "proc/meminfo"), re.MULTILINE)
+    found = re.findall(r"^(\w+):\s+(\d+) kB", text(root / "proc/meminfo"), re.MULTILINE)
     return {name: int(kib) * 1024 for name, kib in found}
 
 
@@ -120,52 +139,34 @@ def _field(cpuinfo: str, name: str) -> str:
     return match.group(1).strip() if match else ""
 
 
-def _physical_cores(root: Path, cpus: list[int]) -> int:
-    """Distinct sibling groups among ``cpus``; hyper-threads of one core count once."""
-    cores: set[tuple[int, ...]] = set()
+def _cores(root: Path, cpus: list[int]) -> tuple[tuple[int, ...], ...]:
+    """The CPUs by core: hyper-threads of one core are siblings."""
+    cores: dict[tuple[int, ...], list[int]] = {}
     for cpu in cpus:
         topology = root / f"sys/devices/system/cpu/cpu{cpu}/topology"
-        siblings = _cpu_list(_text(topology / "thread_siblings_list"))
-        cores.add(tuple(siblings) or (cpu,))
-    return len(cores)
+        siblings = tuple(cpu_list(text(topology / "thread_siblings_list"))) or (cpu,)
+        cores.setdefault(siblings, []).append(cpu)
+    return tuple(tuple(core) for core in cores.values())
+
+
+def _huge_pages(root: Path) -> str:
+    setting = text(root / "sys/kernel/mm/transparent_hugepage/enabled")
+    chosen = re.search(r"\[(\w+)\]", setting)
+    return chosen.group(1) if chosen else ""
 
 
 def _caches(root: Path, cpus: list[int]) -> tuple[Cache, ...]:
     found: dict[tuple[int, str, int], set[str]] = {}
     for cpu in cpus:
-        for index in _numbered(root / f"sys/devices/system/cpu/cpu{cpu}/cache", "index"):
-            level = _text(index / "level").strip()
-            size = re.fullmatch(r"(\d+)([KM]?)", _text(index / "size").strip())
+        for index in numbered(root / f"sys/devices/system/cpu/cpu{cpu}/cache", "index"):
+            level = text(index / "level").strip()
+            size = re.fullmatch(r"(\d+)([KM]?)", text(index / "size").strip())
             if not level.isdigit() or size is None:
                 continue
             scale = {"": 1, "K": 2**10, "M": 2**20}[size.group(2)]
-            key = (int(level), _text(index / "type").strip(), int(size.group(1)) * scale)
-            found.setdefault(key, set()).add(_text(index / "shared_cpu_list").strip() or str(cpu))
+            key = (int(level), text(index / "type").strip(), int(size.group(1)) * scale)
+            found.setdefault(key, set()).add(text(index / "shared_cpu_list").strip() or str(cpu))
     return tuple(
         Cache(level=level, kind=kind, size=size, instances=len(groups))
         for (level, kind, size), groups in sorted(found.items())
     )
-
-
-def _cpu_list(text: str) -> list[int]:
-    """``"0-2,5"`` -> [0, 1, 2, 5]."""
-    cpus: list[int] = []
-    for part in text.strip().split(","):
-        first, _, last = part.partition("-")
-        if first.isdigit():
-            cpus.extend(range(int(first), int(last if last.isdigit() else first) + 1))
-    return cpus
-
-
-def _numbered(folder: Path, prefix: str) -> list[Path]:
-    if not folder.is_dir():
-        return []
-    return sorted(p for p in folder.iterdir() if re.fullmatch(prefix + r"\d+", p.name))
-
-
-def _text(path: Path) -> str:
-    """The file's text, or nothing where it does not exist or may not be read."""
-    try:
-        return path.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""

@@ -6,6 +6,9 @@ bandwidth in page walks.
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import torch
 from torch import Tensor
 
@@ -31,6 +34,19 @@ def aligned_buffer(nbytes: int) -> Tensor:
         raise OutOfBudget(
             f"{format_bytes(nbytes)} for weights cannot be allocated; choose a smaller format"
         ) from error
+
+
+def huge_page_nbytes(data: Tensor) -> int:
+    """Bytes of huge pages in the mappings that hold ``data``, as the kernel counts them now."""
+    start, stop = data.data_ptr(), data.data_ptr() + data.numel() * data.element_size()
+    inside, found = False, 0
+    for line in Path("/proc/self/smaps").read_text(encoding="ascii", errors="replace").splitlines():
+        if mapping := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+            first, last = (int(end, 16) for end in mapping.groups())
+            inside = first < stop and start < last
+        elif inside and line.startswith("AnonHugePages:"):
+            found += int(line.split()[1]) * 1024
+    return found
 
 
 class HugePageArena:

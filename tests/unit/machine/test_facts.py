@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from moestro.machine.cgroups import read_limits
-from moestro.machine.facts import available_memory, disk_free, gather
+from moestro.machine.facts import available_memory, cpu_identity, disk_free, gather
 
 GIB = 2**30
 
@@ -28,6 +28,7 @@ def machine(root: Path, extra: dict[str, str] | None = None) -> Path:
         "proc/meminfo": f"MemTotal: {16 * GIB // 1024} kB\nMemAvailable: {8 * GIB // 1024} kB\n",
         "sys/devices/system/cpu/online": "0-3\n",
         "sys/devices/system/node/node0/cpulist": "0-3\n",
+        "sys/kernel/mm/transparent_hugepage/enabled": "always [madvise] never\n",
     }
     for cpu in range(4):
         base = f"sys/devices/system/cpu/cpu{cpu}"
@@ -54,6 +55,36 @@ def test_facts_of_an_unlimited_machine(tmp_path: Path) -> None:
         (1, 32 * 1024, 2),
         (3, 8 * 2**20, 1),
     ]
+
+
+def test_cores_and_huge_pages(tmp_path: Path) -> None:
+    facts = gather(machine(tmp_path), frozenset({0, 1, 3}))
+    assert facts.cores == ((0,), (1, 3))
+    assert facts.huge_pages == "madvise"
+
+
+def test_numa_nodes_have_the_usable_cpus_and_memory(tmp_path: Path) -> None:
+    extra = {"sys/devices/system/node/has_cpu": "0-1\n"}
+    for node, cpus in ((0, "0,2"), (1, "1,3"), (10, "")):
+        base = f"sys/devices/system/node/node{node}"
+        extra[f"{base}/cpulist"] = cpus + "\n"
+        extra[f"{base}/meminfo"] = (
+            f"Node {node} MemTotal:  {node + 1} kB\nNode {node} MemFree:  {node} kB\n"
+        )
+    extra["sys/devices/system/node/node2/meminfo"] = "Node 2 MemTotal:  0 kB\n"
+    nodes = gather(machine(tmp_path, extra), frozenset({0, 1, 2})).numa_nodes
+    assert [(n.number, n.cpus) for n in nodes] == [(0, (0, 2)), (1, (1,)), (10, ())]
+    assert [(n.memory_total, n.memory_free) for n in nodes] == [
+        (1024, 0), (2048, 1024), (11 * 1024, 10 * 1024),
+    ]  # fmt: skip
+
+
+def test_the_cpu_identity_changes_with_the_microcode(tmp_path: Path) -> None:
+    seen = set()
+    for text in ("model name : A\n", "model name : B\n", "model name : B\nmicrocode : 0x1\n"):
+        write(tmp_path, {"proc/cpuinfo": text})
+        seen.add(cpu_identity(tmp_path))
+    assert len(seen) == 3
 
 
 def test_affinity_decides_which_cores_count(tmp_path: Path) -> None:
@@ -143,6 +174,7 @@ def test_missing_files_are_unknown_not_a_crash(tmp_path: Path) -> None:
     facts = gather(tmp_path, frozenset({0}))
     assert facts.cpu_model == "unknown"
     assert facts.caches == () and facts.threads == 1
+    assert [(n.number, n.cpus) for n in facts.numa_nodes] == [(0, (0,))]
 
 
 def test_this_machine() -> None:

@@ -6,7 +6,14 @@ import pytest
 import torch
 
 from moestro.core.errors import OutOfBudget
-from moestro.memory.arena import ALIGNMENT, CHUNK_NBYTES, HugePageArena, aligned_buffer
+from moestro.machine import facts
+from moestro.memory.arena import (
+    ALIGNMENT,
+    CHUNK_NBYTES,
+    HugePageArena,
+    aligned_buffer,
+    huge_page_nbytes,
+)
 
 
 def test_small_tensors_share_a_chunk_without_overlap() -> None:
@@ -51,3 +58,13 @@ def test_copies_equal_their_source_and_outlive_the_arena() -> None:
 def test_too_much_is_refused() -> None:
     with pytest.raises(OutOfBudget, match="smaller format"):
         aligned_buffer(1 << 60)
+
+
+def test_huge_pages_are_counted_as_the_kernel_gives_them() -> None:
+    buffer = aligned_buffer(8 << 20)
+    before = huge_page_nbytes(buffer)
+    buffer.fill_(1)
+    assert before <= huge_page_nbytes(buffer)
+    assert huge_page_nbytes(buffer) % (2 << 20) == 0
+    if facts.gather().huge_pages == "never":
+        assert huge_page_nbytes(buffer) == 0

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from moestro import native
 from moestro.core import env
 from moestro.devices.base import Device
+from moestro.devices.cpu import self_check
 from moestro.devices.cpu.ops import CpuOps
 from moestro.machine import facts
 from moestro.ops.contracts import Ops
@@ -28,6 +30,10 @@ class CpuDevice:
     def set_threads(self, threads: int) -> None:
         """InvalidRequest outside 1..1024."""
         native.set_threads(threads)
+
+    def check_formats(self, names: Collection[str]) -> None:
+        """SelfCheckError if a kernel in use does not give what the reference does."""
+        self_check.require(names)
 
 
 def open_device() -> Device:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 import torch
@@ -21,6 +22,9 @@ class ReferenceDevice:
 
     def set_threads(self, threads: int) -> None:
         torch.set_num_threads(threads)
+
+    def check_formats(self, names: Collection[str]) -> None:
+        """Nothing: there are no kernels that could be wrong."""
 
 
 def open_device() -> Device:

@@ -1,0 +1,42 @@
+#include "algo/multiply.h"
+
+#include <algorithm>
+#include <memory>
+#include <vector>
+
+#include "algo/activations.h"
+
+namespace moestro {
+
+void multiply_by(const IsaTable& table, const PackedMatrix& weight, const float* x, int64_t tokens,
+                 float* out) {
+  const MatrixKernels& kernels = table.matrix;
+  const ActivationBuffer act(weight, tokens);
+  for (int64_t t = 0; t < tokens; ++t)
+    kernels.quantize(x + t * weight.cols, static_cast<int>(weight.cols), act.view(), t, 0);
+  struct alignas(64) Line {
+    std::byte bytes[64];
+  };
+  const std::unique_ptr<Line[]> scratch(new Line[kTileScratchBytes / sizeof(Line)]);
+  std::vector<float> result(size_t(tokens * 2 * kTileChannels));
+  for (int64_t n = 0; n < weight.row_tiles(); n += 2) {
+    TileJob job{};
+    job.tiles = static_cast<int>(std::min<int64_t>(2, weight.row_tiles() - n));
+    job.tile[0] = weight.row_tile(n);
+    job.tile[1] = weight.row_tile(n + job.tiles - 1);
+    job.tile_blocks = weight.tile_blocks;
+    job.tile_bytes = weight.tile_bytes;
+    job.blocks = weight.blocks();
+    job.act = act.view();
+    job.m = static_cast<int>(tokens);
+    job.out = result.data();
+    job.scratch = scratch[0].bytes;
+    kernels.tiles[static_cast<int>(weight.kind)](job);
+    const int64_t width = job.tiles * kTileChannels, channel = n * kTileChannels;
+    for (int64_t t = 0; t < tokens; ++t)
+      std::copy_n(result.data() + t * width, std::min(width, weight.rows - channel),
+                  out + t * weight.rows + channel);
+  }
+}
+
+}  // namespace moestro
