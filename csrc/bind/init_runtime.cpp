@@ -54,6 +54,8 @@ void init_runtime(nb::module_& m) {
   m.def("set_isa", &set_isa, nb::arg("name"));
   m.def("supported_isas", &supported_isas);
   m.def("built_isas", &built_isas);
+  m.def("emulated_isas", &emulated_isas,
+        "Models of instruction sets, for tests: they run anywhere, slowly, and only when set.");
   m.def("set_threads", &set_process_threads, nb::arg("threads"));
   m.def("threads", &process_threads);
   m.def("allocate_bytes", &allocate_bytes, nb::arg("nbytes"),

@@ -15,16 +15,14 @@ namespace {
 #pragma GCC pop_options
 
 namespace moestro {
-namespace {
 
 // Runs before main on any machine, so it must stay outside the target region.
-IsaTable with_bf16_products(IsaTable table) {
+IsaTable avx512_bf16_table() {
+  IsaTable table = k_avx512_vnni;
   table.name = "avx512_bf16";
   table.matrix.bf16_peak = pair_peak;
   return table;
 }
 
-}  // namespace
-
-const IsaTable k_avx512_bf16 = with_bf16_products(k_avx512_vnni);
+const IsaTable k_avx512_bf16 = avx512_bf16_table();
 }  // namespace moestro

@@ -2,6 +2,10 @@
 
 #if defined(__x86_64__)
 #include <cpuid.h>
+#if defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 #endif
 
 #include <cstdint>
@@ -38,6 +42,20 @@ bool has_saved(uint64_t mask) { return (saved_state() & mask) == mask; }
 
 constexpr uint64_t kYmmState = 0x6;   // SSE, AVX
 constexpr uint64_t kZmmState = 0xe6;  // and opmask, upper ZMM, high ZMM
+constexpr int kTileData = 18;         // XCR0 bit
+constexpr uint64_t kTileState = uint64_t{3} << 17;
+
+// The kernel makes room for 8 KiB of tile registers per thread only in processes that ask
+// (Documentation/arch/x86/xstate.rst), once for all threads, present and to come.
+bool permitted_tiles() {
+#if defined(__linux__) && defined(SYS_arch_prctl)
+  constexpr long kRequestPermission = 0x1023;  // ARCH_REQ_XCOMP_PERM
+  static const bool permitted = syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+  return permitted;
+#else
+  return false;
+#endif
+}
 
 }  // namespace
 
@@ -59,6 +77,13 @@ bool cpu_supports_avx512_vnni() { return cpu_supports_avx512() && bit(cpuid(7, 0
 bool cpu_supports_avx512_bf16() {
   const bool vbmi = bit(cpuid(7, 0).c, 1), bf16 = bit(cpuid(7, 1).a, 5);
   return cpu_supports_avx512_vnni() && vbmi && bf16;
+}
+
+bool cpu_supports_amx() {
+  const Registers extended = cpuid(7, 0);
+  const bool bf16 = bit(extended.d, 22), tile = bit(extended.d, 24), int8 = bit(extended.d, 25);
+  return cpu_supports_avx512_bf16() && bf16 && tile && int8 && has_saved(kTileState) &&
+         permitted_tiles();
 }
 #endif
 

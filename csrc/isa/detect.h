@@ -9,6 +9,8 @@ bool cpu_supports_avx2();
 bool cpu_supports_avx512();
 bool cpu_supports_avx512_vnni();
 bool cpu_supports_avx512_bf16();
+// Also asks Linux to let this process use the tile registers.
+bool cpu_supports_amx();
 #endif
 
 }  // namespace moestro

@@ -19,6 +19,14 @@ const Entry kEntries[] = {
 #undef MOESTRO_ISA
 };
 
+const IsaTable* const kEmulated[] = {
+#define MOESTRO_ISA(isa)
+#define MOESTRO_EMULATED_ISA(isa) &k_##isa,
+#include "isa/isa.def"
+#undef MOESTRO_EMULATED_ISA
+#undef MOESTRO_ISA
+};
+
 const IsaTable* best() {
   const IsaTable* table = nullptr;
   for (const Entry& entry : kEntries)
@@ -46,6 +54,8 @@ const IsaTable& isa() {
 }
 
 const IsaTable& isa_named(const std::string& name) {
+  for (const IsaTable* table : kEmulated)
+    if (name == table->name) return *table;
   for (const Entry& entry : kEntries) {
     if (name != entry.table->name) continue;
     if (!entry.supported())
@@ -64,6 +74,12 @@ std::vector<std::string> supported_isas() {
   std::vector<std::string> names;
   for (const Entry& entry : kEntries)
     if (entry.supported()) names.emplace_back(entry.table->name);
+  return names;
+}
+
+std::vector<std::string> emulated_isas() {
+  std::vector<std::string> names;
+  for (const IsaTable* table : kEmulated) names.emplace_back(table->name);
   return names;
 }
 

@@ -15,7 +15,9 @@ const IsaTable& isa_named(const std::string& name);
 void set_isa(const std::string& name);
 // Names of all tables that this machine can run, plainest first.
 std::vector<std::string> supported_isas();
-// Names of all tables in this build.
+// Names of the models of instruction sets: for tests, on any machine, chosen by set_isa() alone.
+std::vector<std::string> emulated_isas();
+// Names of all tables in this build but those models.
 std::vector<std::string> built_isas();
 
 }  // namespace moestro

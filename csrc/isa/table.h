@@ -17,8 +17,15 @@ struct IsaTable {
   PackKernels pack;
 };
 
+#if defined(__x86_64__)
+// k_avx512_bf16 for tables that stand on it: initializers of other files may run before its own.
+IsaTable avx512_bf16_table();
+#endif
+
 #define MOESTRO_ISA(isa) extern const IsaTable k_##isa;
+#define MOESTRO_EMULATED_ISA(isa) MOESTRO_ISA(isa)
 #include "isa/isa.def"
+#undef MOESTRO_EMULATED_ISA
 #undef MOESTRO_ISA
 
 }  // namespace moestro

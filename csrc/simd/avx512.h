@@ -101,6 +101,7 @@ inline I32 i_and(I32 a, I32 b) { return _mm512_and_si512(a, b); }
 inline I32 i_bits(F32 a) { return _mm512_castps_si512(a); }
 inline int32_t i_sum(I32 a) { return _mm512_reduce_add_epi32(a); }
 inline int32_t i_max_lane(I32 a) { return _mm512_reduce_max_epi32(a); }
+inline I32 i_load(const int32_t* p) { return _mm512_loadu_si512(p); }
 inline void i_store(int32_t* p, I32 a) { _mm512_storeu_si512(p, a); }
 inline F32 f_load_i8(const int8_t* p) {
   return _mm512_cvtepi32_ps(

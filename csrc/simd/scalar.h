@@ -167,6 +167,11 @@ inline int32_t i_sum(I32 a) {
   return sum;
 }
 inline int32_t i_max_lane(I32 a) { return *std::max_element(a.v, a.v + 16); }
+inline I32 i_load(const int32_t* p) {
+  I32 r;
+  MOESTRO_LANES(r.v[i] = p[i])
+  return r;
+}
 inline void i_store(int32_t* p, I32 a) { MOESTRO_LANES(p[i] = a.v[i]) }
 // 16 signed or unsigned bytes widened.
 inline F32 f_load_i8(const int8_t* p) {

@@ -20,6 +20,7 @@ isa = core.isa
 set_isa = core.set_isa
 supported_isas = core.supported_isas
 built_isas = core.built_isas
+emulated_isas = core.emulated_isas
 set_threads = core.set_threads
 threads = core.threads
 Program = core.Program

@@ -11,6 +11,8 @@ from torch import Tensor
 from moestro import formats, native
 from moestro.formats.base import PackedWeight
 
+#: the kernel tables of this machine, and the models of others
+ISAS = [*native.supported_isas(), *native.emulated_isas()]
 FORMATS = [name for name in native.core.format_names() if name in formats.names()]
 
 

@@ -6,6 +6,7 @@ for everybody, and an older CPU would meet it as an illegal instruction.
 
 from __future__ import annotations
 
+import functools
 import re
 import shutil
 import subprocess
@@ -22,14 +23,20 @@ def tool(*command: str) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
+@functools.cache
+def disassembly(path: Path) -> dict[str, str]:
+    """The instructions of each function of an object file."""
+    blocks = re.split(r"\n[0-9a-f]+ <(.+)>:\n", tool("objdump", "-d", str(path)))
+    return dict(zip(blocks[1::2], blocks[2::2], strict=True))
+
+
 def leaks(objects: list[Path]) -> list[str]:
     """``object: symbol`` of every weak symbol with a vector instruction beyond the baseline."""
     found = []
     for path in objects:
         listed = (line.split() for line in tool("nm", str(path)).splitlines())
         weak = {fields[-1] for fields in listed if len(fields) > 1 and fields[-2] in "wWvVu"}
-        blocks = re.split(r"\n[0-9a-f]+ <(.+)>:\n", tool("objdump", "-d", str(path)))
-        for symbol, body in zip(blocks[1::2], blocks[2::2], strict=True):
+        for symbol, body in disassembly(path).items():
             if symbol in weak and _VECTOR.search(body):
                 found.append(f"{path.name}: {symbol}")
     return found
@@ -48,6 +55,30 @@ def test_shared_symbols_hold_only_baseline_instructions(binutils):
     assert leaks(objects) == []
 
 
+#: what reads and writes tile registers
+_TILES = re.compile(r"\t(ldtilecfg|sttilecfg|tile[a-z0-9]+|tdp[a-z0-9]+)\b")
+
+
+def test_tile_instructions_are_in_the_amx_object_alone_and_released(binutils):
+    objects = list(ROOT.glob("build/*/CMakeFiles/moestro_native.dir/csrc/**/*.o"))
+    found = {
+        path: {symbol: _TILES.findall(body) for symbol, body in disassembly(path).items()}
+        for path in objects
+    }
+    users = {path.name for path, used in found.items() if any(used.values())}
+    if not any(path.name == "amx.cpp.o" for path in objects):
+        pytest.skip("no build with AMX in build/: run make dev on x86-64")
+    assert users == {"amx.cpp.o"}
+    for path in (path for path in objects if path.name == "amx.cpp.o"):
+        used = set().union(*found[path].values())
+        assert used >= {"ldtilecfg", "tileloadd", "tilestored", "tilerelease", "tdpbsud"}
+        # the table's entries, called by everybody else, leave no tile configured
+        entries = {s for s in found[path] if re.search(r"amx_[a-z0-9]+_(tiles|peak)I", s)}
+        assert len(entries) > 10
+        for entry in entries - {s for s in entries if s.endswith(".cold")}:
+            assert "tilerelease" in found[path][entry], entry
+
+
 LEAKY = """
 inline __attribute__((noinline)) float twice(const float* x) { return x[0] * 2.0f + x[1]; }
 float use(const float* x) { return twice(x); }
@@ -62,4 +93,5 @@ def test_a_leak_is_found(binutils, tmp_path):
     for header, expected in (('#pragma GCC target("avx2")\n', 1), ("", 0)):
         source.write_text(header + LEAKY)
         tool(compiler, "-O2", "-c", str(source), "-o", str(tmp_path / "leaky.o"))
+        disassembly.cache_clear()
         assert len(leaks([tmp_path / "leaky.o"])) == expected

@@ -9,7 +9,7 @@ import torch
 from moestro import formats, native
 from moestro.core.errors import InvalidRequest, UnsupportedFormat
 
-ISAS = native.supported_isas()
+ISAS = cases.ISAS
 #: output channels, input channels: odd edges, one tile, several K-groups
 SHAPES = [(37, 600), (16, 32), (1, 1), (50, 257)]
 

@@ -15,7 +15,7 @@ from moestro.core.errors import InvalidRequest, UnsupportedOp
 from moestro.memory.expert_bank import BlobLayout, ExpertBank
 from moestro.ops.contracts import ACTIVATIONS, ExpertBiases
 
-ISAS = native.supported_isas()
+ISAS = cases.ISAS
 
 
 def clamped_swiglu(gate: Tensor, up: Tensor) -> Tensor:
@@ -179,6 +179,22 @@ def test_all_tokens_to_one_expert(isa: str, tokens: int) -> None:
         assert torch.equal(case.run(rows=slice(tokens - 1, tokens))[0], out[-1])
     with cases.running("scalar", 1):
         assert torch.equal(case.run(rows=slice(0, 2)), out[:2])
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("names", [("int4-g32",) * 3, ("k4", "k4", "k6"), ("int8-row",) * 3])
+def test_skewed_routing(names: tuple[str, str, str], isa: str) -> None:
+    """One expert sees every token, others a tile, a tile and one, one token, or none."""
+    case = make(names, tokens=80, hidden=96, inter=48, top_k=2)
+    case.ids[:, 0] = 2
+    case.ids[:, 1] = -1
+    case.ids[3:19, 1] = 0
+    case.ids[20:70:3, 1] = 3
+    case.ids[79, 1] = 4
+    with cases.running("scalar", 1):
+        alone = torch.cat([case.run(rows=slice(t, t + 1)) for t in range(80)])
+    with cases.running(isa, 2):
+        assert torch.equal(case.run(), alone)
 
 
 @pytest.mark.parametrize("accumulate", [False, True])
