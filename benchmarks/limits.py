@@ -6,6 +6,7 @@ import statistics
 from dataclasses import asdict, dataclass
 
 from moestro import native
+from moestro.formats.base import Format
 from moestro.machine import facts
 
 READ_BYTES = 1 << 29
@@ -14,7 +15,8 @@ READ_BYTES = 1 << 29
 @dataclass(frozen=True, kw_only=True)
 class Limits:
     """Medians over all probes of a run: read GB/s, and GOP/s of the integer dot, the
-    float32 FMA and the product of bfloat16 pairs (the FMA where there is none)."""
+    float32 FMA and the product of bfloat16 pairs (the FMA where there is none); None for what was
+    not probed."""
 
     cpu: str
     isa: str
@@ -22,9 +24,9 @@ class Limits:
     read_gb_s: float
     read_gb_s_min: float
     read_gb_s_max: float
-    dot_gop_s: float
-    fma_gflop_s: float
-    bf16_gflop_s: float
+    dot_gop_s: float | None
+    fma_gflop_s: float | None
+    bf16_gflop_s: float | None
 
     def as_dict(self) -> dict[str, object]:
         return asdict(self)
@@ -38,6 +40,15 @@ class Probes:
         self._dot: list[float] = []
         self._fma: list[float] = []
         self._bf16: list[float] = []
+
+    def take(self, limit: str) -> float:
+        """One probe of ``read``, ``dot``, ``fma`` or ``bf16``."""
+        return {"read": self.read, "dot": self.dot, "fma": self.fma, "bf16": self.bf16}[limit]()
+
+    @staticmethod
+    def peak_of(fmt: Format) -> str:
+        """The limit of the arithmetic that a format's kernels do."""
+        return "bf16" if fmt.is_float else "dot"
 
     def read(self) -> float:
         """Bytes per second."""
@@ -67,7 +78,12 @@ class Probes:
             read_gb_s=statistics.median(self._read) / 1e9,
             read_gb_s_min=min(self._read) / 1e9,
             read_gb_s_max=max(self._read) / 1e9,
-            dot_gop_s=statistics.median(self._dot) / 1e9,
-            fma_gflop_s=statistics.median(self._fma) / 1e9,
-            bf16_gflop_s=statistics.median(self._bf16) / 1e9,
+            dot_gop_s=_median(self._dot),
+            fma_gflop_s=_median(self._fma),
+            bf16_gflop_s=_median(self._bf16),
         )
+
+
+def _median(rates: list[float]) -> float | None:
+    """In units of 1e9."""
+    return statistics.median(rates) / 1e9 if rates else None
