@@ -22,9 +22,9 @@ struct TokenBlock {
 };
 
 // Scratch of one worker, in floats.
-constexpr int64_t kPackedFloats = int64_t{kQueryRows} * kMaxHeadDim;
-constexpr int64_t kPartialFloats = 2 * kQueryRows + int64_t{kQueryRows} * kMaxHeadDim;
-constexpr int64_t kWorkFloats = kQueryRows * (kBlockKeys + 16) + 2 * kBlockKeys * kMaxHeadDim;
+constexpr int64_t kPackedFloats = attention_packed_floats(kQueryRows, kMaxHeadDim);
+constexpr int64_t kPartialFloats = Partial::floats(kQueryRows, kMaxHeadDim);
+constexpr int64_t kWorkFloats = attention_work_floats(kQueryRows, kMaxHeadDim);
 static_assert((kPackedFloats + kWorkFloats + 2 * kPartialFloats) * sizeof(float) <=
               Worker::kScratchBytes);
 
@@ -128,7 +128,8 @@ class Attention final : public Op {
             .window = a_.window,
             .tokens = block.tokens,
             .heads = static_cast<int>(std::min(part_heads_, group - from)),
-            .scale = a_.scale};
+            .scale = a_.scale,
+            .softcap = a_.softcap};
   }
 
   Partial shared_partial(Worker& worker, const TokenBlock& block, int64_t lane, int64_t segment,
@@ -150,7 +151,7 @@ class Attention final : public Op {
     const KvHead head = a_.cache.head(lane / parts_, a_.batch.pages_of(block.first_token));
     float* packed = reinterpret_cast<float*>(worker.scratch());
     float* work = packed + kPackedFloats;
-    kernels.pack_queries(q, dim, packed);
+    kernels.pack_queries(q, head, packed);
     if (block.split) {
       const int64_t segment = block.first_segment + index / lanes_;
       kernels.attend(q, head, segment, packed, work,

@@ -16,6 +16,7 @@ struct AttentionArgs {
   int64_t heads;
   float scale;
   int64_t window;  // kNoWindow for all keys
+  float softcap;   // 0 for none
 };
 
 std::unique_ptr<Op> make_attention(const AttentionArgs& args, Rows rows);

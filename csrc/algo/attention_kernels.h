@@ -3,14 +3,40 @@
 #pragma once
 
 #include "algo/attention_blocks.h"
+#include "algo/attention_codes.h"
+#include "algo/attention_store.h"
 #include "algo/math.h"
 
 constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
 
+// How the products read a cache. It changes speed, never bits, but for bytes.
+enum class Reading {
+  kDirect,   // in place, widened in registers: for few rows
+  kWidened,  // from scratch that holds a block of floats: for many rows
+  kCodes,    // bytes, in place
+};
+
+// The type of what lies where the products read.
+struct Plan {
+  Reading reading;
+  CacheType type;
+  int panel;  // most rows of a register block
+
+  static Plan of(const KvHead& kv, int rows) {
+    if (kv.type == CacheType::kInt8) return {Reading::kCodes, kv.type, kDirectTokens};
+    const bool whole = kv.head_dim % 16 == 0;
+    if (kv.type == CacheType::kF32)
+      return {whole ? Reading::kDirect : Reading::kWidened, kv.type, kFloatRows};
+    constexpr int kRows = block_rows<CacheType::kF16>();
+    if (whole && rows <= 2 * kRows) return {Reading::kDirect, kv.type, kRows};
+    return {Reading::kWidened, CacheType::kF32, kFloatRows};
+  }
+};
+
 // Rows are cut into panels of one register block, as equal as they come.
 struct Panels {
-  explicit Panels(int rows) : rows_(rows) {
-    const int count = (rows + kFloatRows - 1) / kFloatRows;
+  Panels(int rows, int most) : rows_(rows) {
+    const int count = (rows + most - 1) / most;
     size = (rows + count - 1) / count;
   }
   int end(int first) const { return std::min(rows_, first + size); }
@@ -21,30 +47,48 @@ struct Panels {
   int rows_;
 };
 
-// packed: panels one after the other, each [head_dim][rows of the panel].
-inline void pack_queries(const QueryBlock& block, int head_dim, float* packed) {
-  const Panels panels(block.rows());
-  for (int first = 0; first < block.rows(); first += panels.size) {
-    const int rows = panels.end(first) - first;
-    for (int r = 0; r < rows; ++r) {
-      const int token = (first + r) / block.heads, head = (first + r) % block.heads;
-      const float* q = block.q + token * block.token_stride + head * head_dim;
-      for (int d = 0; d < head_dim; ++d) packed[d * rows + r] = q[d] * block.scale;
+inline const float* query_row(const QueryBlock& block, int head_dim, int row) {
+  return block.q + row / block.heads * block.token_stride + row % block.heads * head_dim;
+}
+
+// packed: QueryCodes [rows][scale_groups]
+inline void pack_query_codes(const QueryBlock& block, int depth, float* packed) {
+  alignas(64) float scaled[kMaxHeadDim];
+  for (int row = 0; row < block.rows(); ++row) {
+    const float* q = query_row(block, depth, row);
+    for (int d = 0; d < depth; ++d) scaled[d] = q[d] * block.scale;
+    for (int d = 0; d < depth; d += kScaleKeys, packed += kQueryCodeFloats) {
+      const QueryCodes codes = quantize_query(scaled + d, std::min(kScaleKeys, depth - d));
+      std::memcpy(packed, &codes, sizeof codes);
     }
-    packed += rows * head_dim;
   }
 }
 
-inline F32 load_cached(CacheType type, const std::byte* p) {
-  if (type == CacheType::kF16) return f_load_f16(reinterpret_cast<const uint16_t*>(p));
-  if (type == CacheType::kBf16) return f_load_bf16(reinterpret_cast<const uint16_t*>(p));
-  return f_load(reinterpret_cast<const float*>(p));
+// packed: panels one after the other, each [head_dim][rows of the panel]
+inline void pack_queries(const QueryBlock& block, const KvHead& kv, float* packed) {
+  const int depth = kv.head_dim;
+  if (kv.type == CacheType::kInt8) return pack_query_codes(block, depth, packed);
+  const Panels panels(block.rows(), Plan::of(kv, block.rows()).panel);
+  for (int first = 0; first < block.rows(); first += panels.size) {
+    const int rows = panels.end(first) - first;
+    for (int r = 0; r < rows; ++r) {
+      const float* q = query_row(block, depth, first + r);
+      for (int d = 0; d < depth; ++d) packed[d * rows + r] = q[d] * block.scale;
+    }
+    packed += rows * depth;
+  }
 }
 
 inline float load_cached_one(CacheType type, const std::byte* p) {
   if (type == CacheType::kF32) return *reinterpret_cast<const float*>(p);
   const uint16_t half = *reinterpret_cast<const uint16_t*>(p);
   return type == CacheType::kF16 ? f16_to_f32(half) : bf16_to_f32(half);
+}
+
+inline F32 load_cached(CacheType type, const std::byte* p) {
+  if (type == CacheType::kF16) return load_elements<CacheType::kF16>(p);
+  if (type == CacheType::kBf16) return load_elements<CacheType::kBf16>(p);
+  return load_elements<CacheType::kF32>(p);
 }
 
 // rows x n elements widened, each row padded with zeros to a multiple of 16.
@@ -66,26 +110,38 @@ struct Attending {
   const KvHead& kv;
   const float* packed;
   Partial part;
+  Plan plan;
+  Panels panels;
   TileShape shape;
   float* scores;  // [rows][kBlockKeys], turned into probabilities in place
   float* sums;    // [rows][16]
   float* wide_keys;
   float* wide_values;
+  ProbCodes* codes;  // [rows], where the wide ones would be
   KeyTile tiles[kBlockKeys / kKeyLanes];
   int64_t key0 = 0;  // first position of the block
 
   Attending(const QueryBlock& query, const KvHead& head, const float* packed_queries, float* work,
             Partial out)
-      : q(query), kv(head), packed(packed_queries), part(out) {
+      : q(query),
+        kv(head),
+        packed(packed_queries),
+        part(out),
+        plan(Plan::of(head, query.rows())),
+        panels(query.rows(), plan.panel) {
     const int64_t element = cache_element_size(head.type);
+    const int64_t stride = Partial::padded(head.head_dim);
+    const bool widened = plan.reading == Reading::kWidened;
     shape = {.depth = head.head_dim,
-             .stride = Partial::padded(head.head_dim),
+             .stride = stride,
+             .value_stride = widened ? stride * int64_t{sizeof(float)} : head.head_dim * element,
              .next_lane = kKeyLanes * element,
              .next_value = head.head_dim * element};
     scores = work;
     sums = scores + query.rows() * kBlockKeys;
     wide_keys = sums + query.rows() * 16;
-    wide_values = wide_keys + kBlockKeys * shape.stride;
+    wide_values = wide_keys + kBlockKeys * stride;
+    codes = reinterpret_cast<ProbCodes*>(wide_keys);
   }
   // What a token sees of the block, as first and end key of it.
   int first_key(int token) const {
@@ -96,45 +152,39 @@ struct Attending {
   }
 };
 
-// Bytes from page 0 to the tile that holds a position, in k and in v.
-inline int64_t tile_offset(const KvHead& kv, int64_t position) {
-  const int64_t in_page = (position % kv.page_size) * kv.head_dim * cache_element_size(kv.type);
-  return kv.pages[position / kv.page_size] * kv.page_bytes + in_page;
+// Points `tile` at the tile that holds a position.
+inline void find_tile(const KvHead& kv, int64_t position, KeyTile& tile) {
+  const int64_t page = kv.pages[position / kv.page_size], offset = position % kv.page_size;
+  const int64_t at = page * kv.page_bytes + offset * kv.head_dim * cache_element_size(kv.type);
+  tile.keys = kv.k + at;
+  tile.values = kv.v + at;
+  if (kv.type != CacheType::kInt8) return;
+  tile.key_scales = kv.k_scale + page * kv.k_scale_page + offset * scale_groups(kv.head_dim);
+  tile.value_scales = kv.v_scale + page * kv.v_scale_page + offset;
 }
 
-// Finds tiles first..end-1 of the block, in place where the cache holds what the products read.
+// Finds tiles first..end-1 of the block, and widens them if they are read so.
 inline void find_tiles(Attending& a, int first, int end) {
   const KvHead& kv = a.kv;
   const int depth = kv.head_dim;
   const int64_t last = a.q.last_key(a.q.tokens - 1);
   for (int t = first; t < end; ++t) {
     const int64_t position = a.key0 + t * kKeyLanes, next = position + kBlockKeys;
-    const int64_t offset = tile_offset(kv, position);
-    const int64_t next_offset = next <= last ? tile_offset(kv, next) : offset;
-    const std::byte *k = kv.k + offset, *v = kv.v + offset;
-    a.tiles[t] = {.keys = reinterpret_cast<const float*>(k),
-                  .values = reinterpret_cast<const float*>(v),
-                  .next_keys = kv.k + next_offset,
-                  .next_values = kv.v + next_offset};
+    KeyTile& tile = a.tiles[t];
+    find_tile(kv, next <= last ? next : position, tile);
+    tile.next_keys = tile.keys;
+    tile.next_values = tile.values;
+    find_tile(kv, position, tile);
+    if (a.plan.reading != Reading::kWidened) continue;
     if (kv.type != CacheType::kF32) {
       float* wide = a.wide_keys + t * kKeyLanes * depth;
-      widen(kv.type, k, depth, kKeyLanes, wide);
-      a.tiles[t].keys = wide;
+      widen(kv.type, tile.keys, depth, kKeyLanes, wide);
+      tile.keys = reinterpret_cast<const std::byte*>(wide);
     }
-    if (kv.type != CacheType::kF32 || a.shape.stride != depth) {
-      float* wide = a.wide_values + t * kKeyLanes * a.shape.stride;
-      widen(kv.type, v, kKeyLanes, depth, wide);
-      a.tiles[t].values = wide;
-    }
+    float* wide = a.wide_values + t * kKeyLanes * a.shape.stride;
+    widen(kv.type, tile.values, kKeyLanes, depth, wide);
+    tile.values = reinterpret_cast<const std::byte*>(wide);
   }
-}
-
-// Keeps lanes first..end-1, -inf elsewhere.
-inline F32 keep_keys(F32 x, int first, int end) {
-  static constexpr float kIndex[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-  const F32 index = f_load(kIndex), hidden = f_set1(kMinusInfinity);
-  x = f_select_lt(index, f_set1(static_cast<float>(end)), x, hidden);
-  return f_select_lt(index, f_set1(static_cast<float>(first)), hidden, x);
 }
 
 // The row's maximum rises to `max`: what was summed so far shrinks by e^(old - max).
@@ -154,10 +204,10 @@ inline void soften_row(Attending& a, int row, int first, int end) {
   for (int t = tile0; t < tile_end; ++t) {
     const int at = t * kKeyLanes;
     F32 x = f_load(scores + at);
-    if (first > at || end < at + kKeyLanes) {
-      x = keep_keys(x, first - at, end - at);
-      f_store(scores + at, x);
-    }
+    const bool partly = first > at || end < at + kKeyLanes, capped = a.q.softcap > 0.0f;
+    if (capped) x = f_mul(f_tanh(f_div(x, f_set1(a.q.softcap))), f_set1(a.q.softcap));
+    if (partly) x = keep_keys(x, first - at, end - at, kMinusInfinity);
+    if (partly || capped) f_store(scores + at, x);
     highest = f_max(x, highest);
   }
   const float peak = f_max_lane(highest);
@@ -170,6 +220,34 @@ inline void soften_row(Attending& a, int row, int first, int end) {
     sum = f_add(sum, p);
   }
   f_store(a.sums + row * 16, sum);
+  if (a.plan.reading == Reading::kCodes) quantize_probs(scores, a.tiles, first, end, a.codes[row]);
+}
+
+// Scores of `rows` rows of a panel that starts at row `first` against tiles tile0..tile_end-1.
+inline void score_panel(const Attending& a, int first, int rows, int tile0, int tile_end) {
+  float* scores = a.scores + first * kBlockKeys;
+  if (a.plan.reading == Reading::kCodes) {
+    const int groups = scale_groups(a.kv.head_dim);
+    const auto* queries = reinterpret_cast<const QueryCodes*>(a.packed) + first * groups;
+    return score_code_rows(rows, queries, a.tiles, tile0, tile_end, a.kv.head_dim, scores);
+  }
+  const float* packed = a.packed + first * a.kv.head_dim;
+  if (a.plan.type == CacheType::kF16)
+    return score_rows<CacheType::kF16>(rows, packed, a.tiles, tile0, tile_end, a.shape, scores);
+  if (a.plan.type == CacheType::kBf16)
+    return score_rows<CacheType::kBf16>(rows, packed, a.tiles, tile0, tile_end, a.shape, scores);
+  score_rows<CacheType::kF32>(rows, packed, a.tiles, tile0, tile_end, a.shape, scores);
+}
+
+// Adds the values of keys first..end-1 to `rows` rows from `row` on.
+inline void add_panel(const Attending& a, int row, int rows, int first, int end) {
+  const float* probs = a.scores + row * kBlockKeys;
+  float* out = a.part.out + row * a.shape.stride;
+  if (a.plan.type == CacheType::kF16)
+    return value_rows<CacheType::kF16>(rows, probs, a.tiles, first, end, a.shape, out);
+  if (a.plan.type == CacheType::kBf16)
+    return value_rows<CacheType::kBf16>(rows, probs, a.tiles, first, end, a.shape, out);
+  value_rows<CacheType::kF32>(rows, probs, a.tiles, first, end, a.shape, out);
 }
 
 // Adds the block's values to rows first..end-1 of one panel. Keys that all of them see go through
@@ -185,8 +263,7 @@ inline void add_values(const Attending& a, int first, int end) {
       row_end = static_cast<int>(std::min<int64_t>(end, (distance + a.q.window) * heads));
       key_end = key + 1;
     }
-    value_rows(row_end - row, a.scores + row * kBlockKeys, a.tiles, key, key_end, a.shape,
-               a.part.out + row * a.shape.stride);
+    add_panel(a, row, row_end - row, key, key_end);
     key = key_end;
   }
 }
@@ -201,15 +278,21 @@ inline void attend_block(Attending& a) {
   const int tile0 = a.first_key(token0) / kKeyLanes;
   const int tile_end = (a.end_key(token_end - 1) + kKeyLanes - 1) / kKeyLanes;
   find_tiles(a, tile0, tile_end);
-  const Panels panels(q.rows());
+  const Panels& panels = a.panels;
   for (int p = row0 / panels.size * panels.size; p < row_end; p += panels.size)
-    score_rows(panels.end(p) - p, a.packed + p * a.kv.head_dim, a.tiles, tile0, tile_end, a.shape,
-               a.scores + p * kBlockKeys);
+    score_panel(a, p, panels.end(p) - p, tile0, tile_end);
   for (int token = token0, row = row0; token < token_end; ++token)
     for (int h = 0; h < q.heads; ++h, ++row)
       soften_row(a, row, a.first_key(token), a.end_key(token));
-  for (int p = row0 / panels.size * panels.size; p < row_end; p += panels.size)
-    add_values(a, std::max(p, row0), std::min(panels.end(p), row_end));
+  for (int p = row0 / panels.size * panels.size; p < row_end; p += panels.size) {
+    const int first = std::max(p, row0), end = std::min(panels.end(p), row_end);
+    if (a.plan.reading == Reading::kCodes) {
+      value_code_rows(end - first, a.codes + first, a.tiles, tile0, tile_end, a.shape,
+                      a.part.out + first * a.shape.stride);
+    } else {
+      add_values(a, first, end);
+    }
+  }
 }
 
 inline void attend_segment(const QueryBlock& block, const KvHead& head, int64_t segment,
@@ -219,9 +302,8 @@ inline void attend_segment(const QueryBlock& block, const KvHead& head, int64_t 
   std::fill(out.max, out.max + rows, kMinusInfinity);
   std::fill(a.sums, a.sums + rows * 16, 0.0f);
   std::fill(out.out, out.out + rows * a.shape.stride, 0.0f);
-  const int64_t end = std::min<int64_t>((segment + 1) * kSegmentKeys,  //
-                                        block.last_key(block.tokens - 1) + 1);
-  for (a.key0 = segment * kSegmentKeys; a.key0 < end; a.key0 += kBlockKeys) attend_block(a);
+  const int64_t end = std::min(segment_start(segment + 1), block.last_key(block.tokens - 1) + 1);
+  for (a.key0 = segment_start(segment); a.key0 < end; a.key0 += kBlockKeys) attend_block(a);
   for (int r = 0; r < rows; ++r) out.sum[r] = f_sum(f_load(a.sums + r * 16));
 }
 
@@ -237,8 +319,8 @@ inline void merge_segment(const QueryBlock& block, int head_dim, int64_t segment
   const int64_t stride = Partial::padded(head_dim);
   for (int r = 0; r < block.rows(); ++r) {
     const int token = r / block.heads;
-    const int64_t first = block.first_key(token) / kSegmentKeys;
-    if (segment < first || segment > block.last_key(token) / kSegmentKeys) continue;
+    const int64_t first = segment_of(block.first_key(token));
+    if (segment < first || segment > segment_of(block.last_key(token))) continue;
     const float* from = part.out + r * stride;
     float* to = into.out + r * stride;
     if (segment == first) {
@@ -279,42 +361,6 @@ inline void finish_rows(const QueryBlock& block, int head_dim, Partial part) {
     for (; d + 16 <= head_dim; d += 16) f_store(to + d, f_div(f_load(from + d), sum));
     if (d < head_dim) f_store_n(to + d, head_dim - d, f_div(f_load(from + d), sum));
   }
-}
-
-// x [n] narrowed to the cache's type, in memory for n rounded up to 16.
-inline void narrow(CacheType type, const float* x, int n, std::byte* to) {
-  const int64_t size = cache_element_size(type);
-  for (int i = 0; i < n; i += 16) {
-    const F32 v = n - i >= 16 ? f_load(x + i) : f_load_n(x + i, n - i);
-    std::byte* p = to + i * size;
-    if (type == CacheType::kF32) f_store(reinterpret_cast<float*>(p), v);
-    if (type == CacheType::kF16) f_store_f16(reinterpret_cast<uint16_t*>(p), v);
-    if (type == CacheType::kBf16) f_store_bf16(reinterpret_cast<uint16_t*>(p), v);
-  }
-}
-
-template <class T>
-inline void spread(const std::byte* from, int n, std::byte* to) {
-  const T* x = reinterpret_cast<const T*>(from);
-  T* lane = reinterpret_cast<T*>(to);
-  for (int i = 0; i < n; ++i) lane[i * kKeyLanes] = x[i];
-}
-
-inline void store_position(const KvHead& head, int64_t position, const float* k, const float* v) {
-  alignas(64) std::byte narrowed[kMaxHeadDim * sizeof(float)];
-  const int n = head.head_dim;
-  const int64_t size = cache_element_size(head.type), offset = position % head.page_size;
-  const int64_t page = head.pages[position / head.page_size] * head.page_bytes;
-  narrow(head.type, k, n, narrowed);
-  const int64_t tile = offset / kKeyLanes * kKeyLanes * n;
-  std::byte* lane = head.k + page + (tile + offset % kKeyLanes) * size;
-  if (head.type == CacheType::kF32) {
-    spread<float>(narrowed, n, lane);
-  } else {
-    spread<uint16_t>(narrowed, n, lane);
-  }
-  narrow(head.type, v, n, narrowed);
-  std::memcpy(head.v + page + offset * n * size, narrowed, static_cast<size_t>(n * size));
 }
 
 constexpr AttentionKernels make_attention_kernels() {

@@ -10,11 +10,15 @@
 
 namespace moestro {
 
-// One layer's cache. k: [pages, kv_heads, page_size / 16, head_dim, 16],
-// v: [pages, kv_heads, page_size, head_dim].
+// One layer's cache. Numbers: k [pages, kv_heads, page_size / 16, head_dim, 16], v [pages,
+// kv_heads, page_size, head_dim]. Bytes: k [pages, kv_heads, page_size / 16, head_dim / 4, 16, 4],
+// v [pages, kv_heads, page_size / 4, head_dim, 4], with k_scale [pages, kv_heads, page_size / 16,
+// scale_groups, 16] and v_scale [pages, kv_heads, page_size].
 struct PagedCache {
   std::byte* k;
   std::byte* v;
+  uint16_t* k_scale;  // null unless kInt8
+  uint16_t* v_scale;
   CacheType type;
   int64_t pages;
   int64_t kv_heads;
@@ -23,9 +27,15 @@ struct PagedCache {
 
   KvHead head(int64_t index, const int32_t* pages_of_slot) const {
     const int64_t bytes = page_size * head_dim * cache_element_size(type);
+    const int64_t scales = page_size * scale_groups(static_cast<int>(head_dim));
+    const bool scaled = type == CacheType::kInt8;
     return {.k = k + index * bytes,
             .v = v + index * bytes,
+            .k_scale = scaled ? k_scale + index * scales : nullptr,
+            .v_scale = scaled ? v_scale + index * page_size : nullptr,
             .page_bytes = kv_heads * bytes,
+            .k_scale_page = kv_heads * scales,
+            .v_scale_page = kv_heads * page_size,
             .pages = pages_of_slot,
             .page_size = page_size,
             .head_dim = static_cast<int>(head_dim),

@@ -30,8 +30,10 @@ def load(path: Path, *, device: str, formats: str = "") -> Model:
     return models.build(description, weights, devices.get(device), max_positions=512)
 
 
-def sequence_logits(model: Model, ids: Sequence[int]) -> Tensor:
-    """float32 [len(ids), vocab_size]: one sequence in one prefill, with a float32 cache."""
+def sequence_logits(
+    model: Model, ids: Sequence[int], kv_dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """float32 [len(ids), vocab_size]: one sequence in one prefill."""
     count = len(ids)
     pages = -(-count // PAGE)
     batch = Batch.allocate(tokens=count, slots=1, pages_per_slot=pages, logits=count)
@@ -41,7 +43,7 @@ def sequence_logits(model: Model, ids: Sequence[int]) -> Tensor:
     batch.positions[:] = positions
     batch.logit_rows[:] = positions
     batch.page_table[0] = torch.arange(pages, dtype=torch.int32)
-    cache = model.allocate_cache(pages=pages, page_size=PAGE, dtype=torch.float32)
+    cache = model.allocate_cache(pages=pages, page_size=PAGE, dtype=kv_dtype)
     buffers = model.allocate_buffers(tokens=count, logits=count)
     model.forward(batch, cache, buffers)
     return buffers.logits.clone()

@@ -158,6 +158,23 @@ def test_integer_logits_cost_what_the_rounding_costs(tokenizer, oracle, rounded_
     assert price <= 0.01  # or the yardstick itself is broken
 
 
+def test_an_int8_cache_costs_little(tokenizer):
+    """Against the same weights with a float32 cache: far less than what 4-bit weights cost."""
+    model = model_logits.load(smollm2.gguf_path(), device="cpu", formats="f32")
+    cost, flips, steps = [], 0, 0
+    for question in smollm2.TOPICS[:COMPARED]:
+        ids = tokenizer.encode(smollm2.chat_prompt(question))
+        exact = model_logits.sequence_logits(model, ids)
+        coarse = model_logits.sequence_logits(model, ids, torch.int8)
+        cost.append(kl(exact, coarse))
+        flips += int((exact.argmax(-1) != coarse.argmax(-1)).sum())
+        steps += len(ids)
+    mean = torch.cat(cost).mean().item()
+    print(f"mean KL of an int8 cache {mean:.2e}, {flips} of {steps} leading tokens differ")
+    assert 0 < mean <= 3e-3
+    assert flips <= 0.02 * steps
+
+
 def test_integer_greedy_text_differs_only_at_near_ties(tokenizer, oracle, rounded_oracle):
     answers = greedy_answers(tokenizer, None)
     check_lengths(answers, tokenizer)

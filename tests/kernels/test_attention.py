@@ -3,23 +3,17 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import pytest
 import torch
+from attention_cases import DTYPES, OPS, ORACLE, SHAPES, Case
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 from moestro import native
 from moestro.core.errors import InvalidRequest, UnsupportedOp
-from moestro.devices.cpu.ops import CpuOps
-from moestro.ops.contracts import Batch, KvLayer
-from moestro.ops.reference import ReferenceOps
-
-OPS = CpuOps()
-ORACLE = ReferenceOps(torch.float64)
-DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+from moestro.ops.contracts import KvLayer
 
 
 @pytest.fixture(autouse=True)
@@ -28,96 +22,6 @@ def restore_native() -> Iterator[None]:
     yield
     native.set_isa(isa)
     native.set_threads(threads)
-
-
-class Case:
-    """Sequences of the given lengths in a shuffled page pool whose unwritten places are NaN."""
-
-    def __init__(
-        self,
-        lengths: Sequence[int],
-        *,
-        heads: int = 4,
-        kv_heads: int = 2,
-        head_dim: int = 32,
-        page_size: int = 16,
-        dtype: torch.dtype = torch.float32,
-        window: int = 0,
-        sinks: float | None = None,
-    ) -> None:
-        self.lengths, self.heads, self.head_dim, self.window = lengths, heads, head_dim, window
-        random = torch.Generator().manual_seed(sum(lengths) + head_dim)
-        self.pages_per_slot = max(-(-n // page_size) for n in lengths)
-        pages = self.pages_per_slot * len(lengths)
-        self.page_table = torch.randperm(pages, generator=random).int().view(len(lengths), -1)
-        keys = (pages, kv_heads, page_size // 16, head_dim, 16)
-        values = (pages, kv_heads, page_size, head_dim)
-        self.cache = KvLayer(
-            k=torch.full(keys, torch.nan, dtype=dtype), v=torch.full(values, torch.nan, dtype=dtype)
-        )
-        tokens, width = sum(lengths), kv_heads * head_dim
-        self.k = torch.randn(tokens, width, generator=random)
-        self.v = torch.randn(tokens, width, generator=random)
-        self.q = torch.randn(min(tokens, 512), heads * head_dim, generator=random) * 2
-        self.first_row = [0, *itertools.accumulate(lengths)]
-        self.sinks = None if sinks is None else sinks + torch.randn(heads, generator=random)
-
-    def batch(self, parts: Sequence[tuple[int, int, int]]) -> tuple[Batch, list[int]]:
-        """A batch of (slot, first position, end position) runs, and the rows of q, k, v in it."""
-        rows = [self.first_row[slot] + p for slot, first, end in parts for p in range(first, end)]
-        batch = Batch.allocate(
-            tokens=len(rows),
-            slots=len(self.lengths),
-            pages_per_slot=self.pages_per_slot,
-            logits=1,
-        )
-        batch.counts[0] = len(rows)
-        batch.page_table.copy_(self.page_table)
-        batch.positions.copy_(torch.tensor([p for _, a, b in parts for p in range(a, b)]).int())
-        batch.slots.copy_(torch.tensor([s for s, a, b in parts for _ in range(a, b)]).int())
-        return batch, rows
-
-    def whole(self) -> list[tuple[int, int, int]]:
-        return [(slot, 0, n) for slot, n in enumerate(self.lengths)]
-
-    def queries(self, rows: Sequence[int]) -> Tensor:
-        return self.q[[row % len(self.q) for row in rows]]
-
-    def write(self) -> None:
-        batch, rows = self.batch(self.whole())
-        OPS.write_kv(self.k[rows], self.v[rows], self.cache, batch)
-
-    def attend(
-        self,
-        parts: Sequence[tuple[int, int, int]] | None = None,
-        ops: CpuOps | ReferenceOps = OPS,
-    ) -> Tensor:
-        batch, rows = self.batch(parts or self.whole())
-        q = self.queries(rows)
-        out = torch.full_like(q, torch.nan)
-        ops.attention(
-            q,
-            self.cache,
-            out,
-            batch,
-            heads=self.heads,
-            scale=self.head_dim**-0.5,
-            window=self.window,
-            sinks=self.sinks,
-        )
-        return out
-
-
-SHAPES = [
-    {"heads": 1, "kv_heads": 1, "head_dim": 1},
-    {"heads": 3, "kv_heads": 3, "head_dim": 16},
-    {"heads": 9, "kv_heads": 3, "head_dim": 64},
-    {"heads": 14, "kv_heads": 2, "head_dim": 33, "page_size": 48},
-    {"heads": 16, "kv_heads": 2, "head_dim": 128, "page_size": 64},
-    {"heads": 26, "kv_heads": 2, "head_dim": 80, "page_size": 32},
-    {"heads": 100, "kv_heads": 1, "head_dim": 24},  # more heads than share one walk
-    {"heads": 4, "kv_heads": 2, "head_dim": 256, "page_size": 128},
-]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -159,6 +63,56 @@ def test_sinks_against_the_reference_and_every_isa(sinks: float, window: int):
             assert torch.equal(case.attend(parts), results[0])
         if sinks > 1e20:
             assert not results[0].any()
+
+
+@pytest.mark.parametrize("softcap", [1e-3, 2.0, 50.0, 1e30])
+@pytest.mark.parametrize(("dtype", "window"), [(torch.float32, 0), (torch.bfloat16, 40)])
+def test_softcap_against_the_reference_and_every_isa(
+    softcap: float, dtype: torch.dtype, window: int
+):
+    for shape in (SHAPES[2], SHAPES[3]):
+        case = Case([1, 590], dtype=dtype, window=window, softcap=softcap, sinks=1.0, **shape)
+        if softcap < 1e3:
+            case.q[500:512] *= 1e3  # scores far beyond the cap
+        case.write()
+        parts = [(1, 495, 512), (0, 0, 1), (1, 588, 590)]
+        oracle = case.attend(parts, ORACLE)
+        results = []
+        for isa in native.supported_isas():
+            native.set_isa(isa)
+            results.append(case.attend(parts))
+            assert torch.equal(results[0], results[-1]), isa
+        # Scores near a large cap carry its rounding: 2^-22 of it each.
+        tolerance = 5e-6 + 2**-21 * min(softcap, 50.0)
+        torch.testing.assert_close(results[0], oracle, rtol=1e-5, atol=tolerance)
+
+
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 192, 256])
+@pytest.mark.parametrize("group", [1, 2, 5, 7, 8, 12, 16, 20])
+def test_head_sizes_and_group_ratios(head_dim: int, group: int):
+    """Decode and short prefill of every shape that models have, far into a sequence."""
+    for dtype in DTYPES:
+        case = Case([330], heads=group, kv_heads=1, head_dim=head_dim, page_size=48, dtype=dtype)
+        case.write()
+        for parts in ([(0, 329, 330)], [(0, 254, 263)]):
+            got, oracle = case.attend(parts), case.attend(parts, ORACLE)
+            torch.testing.assert_close(got, oracle, rtol=1e-5, atol=5e-6)
+
+
+def test_bits_across_the_lengths_of_segments():
+    """Splits lie at fixed positions, wider ones behind 8192: any chunk, any thread count."""
+    case = Case([9300], heads=2, kv_heads=1, head_dim=16, dtype=torch.bfloat16)
+    case.write()
+    native.set_threads(1)
+    whole = case.attend([(0, 8150, 9300)])
+    torch.testing.assert_close(
+        whole[-40:], case.attend([(0, 9260, 9300)], ORACLE), rtol=1e-5, atol=5e-6
+    )
+    for threads in (1, 3):
+        native.set_threads(threads)
+        for first, end in ((8191, 8192), (8190, 8200), (9215, 9217), (9299, 9300)):
+            rows = whole[first - 8150 : end - 8150]
+            assert torch.equal(case.attend([(0, first, end)]), rows), (threads, first, end)
 
 
 @pytest.mark.parametrize("threads", [2, 5])
@@ -316,6 +270,9 @@ def test_shapes_are_checked():
         OPS.attention(q, case.cache, out, batch, heads=8, scale=1.0)
     with pytest.raises(InvalidRequest, match="window -1 is negative"):
         OPS.attention(q, case.cache, out, batch, heads=4, scale=1.0, window=-1)
+    for softcap in (-1.0, torch.nan, torch.inf):
+        with pytest.raises(InvalidRequest, match=r"softcap .* is not a finite number >= 0"):
+            OPS.attention(q, case.cache, out, batch, heads=4, scale=1.0, softcap=softcap)
     with pytest.raises(InvalidRequest, match="sinks is 3, expected 4"):
         OPS.attention(q, case.cache, out, batch, heads=4, scale=1.0, sinks=torch.zeros(3))
     halves = KvLayer(k=case.cache.k.half(), v=case.cache.v)

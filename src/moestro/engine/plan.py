@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 from moestro.core.errors import InvalidRequest, OutOfBudget
 from moestro.core.units import format_bytes
 from moestro.engine.config import DEFAULT_CONTEXT, EngineConfig
 from moestro.models.spec import ModelSpec
+from moestro.nn.kv_cache import position_nbytes
 
-_DTYPE_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}
 #: a context that was not asked for is not made smaller than this to fit; rather say what is missing
 SMALLEST_CONTEXT = 512
 
@@ -59,9 +61,9 @@ def plan_memory(
         config.max_batch_tokens * scratch_per_token
         + config.max_sequences * (spec.vocab_size + spec.hidden_size) * 4
     )
-    page_bytes = (
-        2 * spec.num_layers * spec.kv_heads * spec.head_dim * config.page_size
-    ) * _DTYPE_BYTES[config.kv_dtype]
+    page_bytes = (spec.num_layers * spec.kv_heads * config.page_size) * position_nbytes(
+        spec.head_dim, getattr(torch, config.kv_dtype)
+    )
     affordable = max(0, budget - weights - buffers) // page_bytes
     context = config.context or min(spec.context_length, DEFAULT_CONTEXT)
     per_sequence = -(-context // config.page_size)

@@ -18,8 +18,8 @@ from moestro.ops.contracts import Batch, KvLayer, Ops
 class GroupedQueryAttention:
     """Projections, optional norm of each query and key head, rope, cache and output projection.
 
-    window: only the last ``window`` positions are seen (0: all of them). sinks: float32 [heads],
-    see ``Ops.attention``.
+    window: only the last ``window`` positions are seen (0: all of them). softcap and sinks: see
+    ``Ops.attention``.
     """
 
     q_proj: Linear
@@ -33,6 +33,7 @@ class GroupedQueryAttention:
     q_norm: RMSNorm | None = None
     k_norm: RMSNorm | None = None
     window: int = 0
+    softcap: float = 0.0
     sinks: Tensor | None = None
 
     @property
@@ -78,6 +79,7 @@ class GroupedQueryAttention:
             heads=self.heads,
             scale=self.head_dim**-0.5,
             window=self.window,
+            softcap=self.softcap,
             sinks=self.sinks,
         )
         self.o_proj.forward(ops, mixed, out, rows, accumulate=True)

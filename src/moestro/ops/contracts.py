@@ -91,10 +91,24 @@ class KvLayer:
     k: [pages, kv_heads, page_size // 16, head_dim, 16]  sixteen keys side by side, one vector lane
     each. v: [pages, kv_heads, page_size, head_dim]. dtype float32, float16 or bfloat16; page_size
     is a multiple of 16. Fresh caches are zero.
+
+    A cache of signed bytes holds uint8 codes, value = scale * (code - 128), with head_dim a
+    multiple of 16. k: [pages, kv_heads, page_size // 16, head_dim // 4, 16, 4], key p and channel c
+    at [.., p // 16, c // 4, p % 16, c % 4]. v: [pages, kv_heads, page_size // 4, head_dim, 4].
+    k_scale: bfloat16 [pages, kv_heads, page_size // 16, ceil(head_dim / 32), 16], one scale per key
+    and 32 channels. v_scale: bfloat16 [pages, kv_heads, page_size]. A scale is amax / 127 rounded
+    up, so a stored element is off by at most amax / 252; a group with NaN or infinity reads as NaN.
     """
 
     k: Tensor
     v: Tensor
+    k_scale: Tensor | None = None
+    v_scale: Tensor | None = None
+
+    @property
+    def is_codes(self) -> bool:
+        """Whether it holds signed bytes with scales."""
+        return self.v.dtype == torch.uint8
 
     @property
     def pages(self) -> int:
@@ -106,7 +120,7 @@ class KvLayer:
 
     @property
     def page_size(self) -> int:
-        return self.v.shape[2]
+        return self.v.shape[2] * (4 if self.is_codes else 1)
 
     @property
     def head_dim(self) -> int:
@@ -243,11 +257,17 @@ class Ops(Protocol):
         heads: int,
         scale: float,
         window: int = 0,
+        softcap: float = 0.0,
         sinks: Tensor | None = None,
     ) -> None:
         """Causal grouped-query attention of q [T, heads * head_dim] over the cached positions
         0..position of each token's own slot (only the last ``window`` of them if > 0);
         out [T, heads * head_dim]. The keys of this step must have been written before.
+
+        softcap: scores, times ``scale``, become softcap * tanh(score / softcap); 0 leaves them as
+        they are (arXiv:2408.00118). Over a cache of signed bytes, queries are rounded to bytes too
+        (per 32 channels, off by at most amax / 254) and probabilities to 2^-15 of the largest among
+        64 keys.
 
         sinks: float32 [heads]; each joins its head's softmax as the score of one more key that has
         no value (arXiv:2309.17453).

@@ -15,10 +15,9 @@ from torch import Tensor
 from torch.nn.functional import gelu, relu, silu
 
 from moestro.core.errors import InvalidRequest, UnsupportedOp
+from moestro.ops import kv_cache
 from moestro.ops.contracts import Batch, ExpertTable, KvLayer, Packed
 from moestro.ops.dispatch import PythonOps, op
-
-KEY_LANES = 16  # keys stored side by side in KvLayer.k
 
 
 class ReferenceOps(PythonOps):
@@ -119,13 +118,9 @@ class ReferenceOps(PythonOps):
         n = live_rows(batch.rows, k, v, batch.positions, batch.slots)
         positions, slots = batch.positions[:n].long(), batch.slots[:n].long()
         pages = pages_of(cache, batch, slots, positions)
-        offset = positions % cache.page_size
-        keys = k[:n].view(n, cache.kv_heads, cache.head_dim).to(cache.k.dtype)
-        values = v[:n].view(n, cache.kv_heads, cache.head_dim).to(cache.v.dtype)
-        for t in range(n):
-            page, at = int(pages[t]), int(offset[t])
-            cache.k[page, :, at // KEY_LANES, :, at % KEY_LANES] = keys[t]
-            cache.v[page, :, at] = values[t]
+        keys = k[:n].view(n, cache.kv_heads, cache.head_dim)
+        values = v[:n].view(n, cache.kv_heads, cache.head_dim)
+        kv_cache.store(cache, pages, positions % cache.page_size, keys, values)
 
     @op
     def attention(
@@ -138,6 +133,7 @@ class ReferenceOps(PythonOps):
         heads: int,
         scale: float,
         window: int = 0,
+        softcap: float = 0.0,
         sinks: Tensor | None = None,
     ) -> None:
         n = live_rows(batch.rows, q, out, batch.positions, batch.slots)
@@ -145,7 +141,9 @@ class ReferenceOps(PythonOps):
             raise UnsupportedOp(f"attention: {heads} heads do not share {cache.kv_heads} kv heads")
         positions, slots = batch.positions[:n].long(), batch.slots[:n].long()
         pages_of(cache, batch, slots, positions)  # validates before anything is written
-        queries = self._wide(q[:n]).view(n, heads, cache.head_dim)
+        queries = self._wide(q[:n]).view(n, heads, cache.head_dim) * scale
+        if cache.is_codes:
+            queries = self._wide(kv_cache.round_query((q[:n] * scale).view_as(queries)))
         for slot in sorted(set(slots.tolist())):
             rows = (slots == slot).nonzero()[:, 0]
             at = positions[rows]
@@ -155,7 +153,9 @@ class ReferenceOps(PythonOps):
             shared_by = heads // cache.kv_heads
             keys = keys.repeat_interleave(shared_by, dim=1)
             values = values.repeat_interleave(shared_by, dim=1)
-            scores = torch.einsum("thd,chd->htc", queries[rows], keys) * scale
+            scores = torch.einsum("thd,chd->htc", queries[rows], keys)
+            if softcap > 0:
+                scores = softcap * torch.tanh(scores / softcap)
             hidden = context > at[:, None]
             if window > 0:
                 hidden |= context <= at[:, None] - window
@@ -171,9 +171,8 @@ class ReferenceOps(PythonOps):
     ) -> tuple[Tensor, Tensor]:
         """Keys and values [len(positions), kv_heads, head_dim] of a slot."""
         pages = pages_of(cache, batch, torch.full_like(positions, slot), positions)
-        at = positions % cache.page_size
-        keys = cache.k[pages, :, at // KEY_LANES, :, at % KEY_LANES]
-        return self._wide(keys), self._wide(cache.v[pages, :, at])
+        keys, values = kv_cache.gather(cache, pages, positions % cache.page_size)
+        return self._wide(keys), self._wide(values)
 
     @op
     def route(

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from moestro.core.errors import InvalidRequest, OutOfBudget
 from moestro.engine.config import DEFAULT_CONTEXT, EngineConfig
 from moestro.engine.plan import SMALLEST_CONTEXT, MemoryPlan, plan_memory
 from moestro.models.spec import ModelSpec
+from moestro.nn.kv_cache import allocate_kv
 
 MIB = 2**20
 WEIGHTS = 100 * MIB
@@ -84,3 +86,12 @@ def test_a_context_beyond_the_models_is_refused_with_both_numbers() -> None:
 @pytest.mark.parametrize(("dtype", "nbytes"), [("float16", 2), ("bfloat16", 2), ("float32", 4)])
 def test_kv_dtype_decides_page_bytes(dtype: str, nbytes: int) -> None:
     assert plan(10_000 * MIB, kv_dtype=dtype).page_bytes == 2 * 4 * 2 * 64 * 32 * nbytes
+
+
+def test_an_int8_cache_counts_its_scales_and_what_is_allocated() -> None:
+    cache = allocate_kv(pages=3, page_size=32, kv_heads=2, head_dim=64, dtype=torch.int8)
+    tensors = (cache.k, cache.v, cache.k_scale, cache.v_scale)
+    nbytes = sum(x.numel() * x.itemsize for x in tensors if x is not None)
+    page = plan(10_000 * MIB, kv_dtype="int8").page_bytes
+    assert page * 3 == 4 * nbytes  # four layers
+    assert page == 4 * 2 * 32 * (2 * 64 + 2 * 3)

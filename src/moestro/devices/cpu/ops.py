@@ -152,6 +152,8 @@ class CpuOps:
             v,
             cache.k,
             cache.v,
+            cache.k_scale,
+            cache.v_scale,
             batch.positions,
             batch.slots,
             batch.page_table,
@@ -168,6 +170,7 @@ class CpuOps:
         heads: int,
         scale: float,
         window: int = 0,
+        softcap: float = 0.0,
         sinks: Tensor | None = None,
     ) -> None:
         core.attention(
@@ -175,6 +178,8 @@ class CpuOps:
             q,
             cache.k,
             cache.v,
+            cache.k_scale,
+            cache.v_scale,
             out,
             batch.positions,
             batch.slots,
@@ -183,6 +188,7 @@ class CpuOps:
             heads=heads,
             scale=scale,
             window=window,
+            softcap=softcap,
             sinks=sinks,
         )
 

@@ -1,0 +1,126 @@
+"""Sequences in a paged cache, and attention over them: what the attention tests share."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from moestro.devices.cpu.ops import CpuOps
+from moestro.nn.kv_cache import allocate_kv
+from moestro.ops.contracts import Batch, KvLayer
+from moestro.ops.reference import ReferenceOps
+
+OPS = CpuOps()
+ORACLE = ReferenceOps(torch.float64)
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+
+
+def unwritten_cache(
+    *, pages: int, page_size: int, kv_heads: int, head_dim: int, dtype: torch.dtype
+) -> KvLayer:
+    """A cache whose places are NaN (those of codes by their scales)."""
+    cache = allocate_kv(
+        pages=pages, page_size=page_size, kv_heads=kv_heads, head_dim=head_dim, dtype=dtype
+    )
+    if cache.k_scale is None or cache.v_scale is None:
+        cache.k.fill_(torch.nan)
+        cache.v.fill_(torch.nan)
+    else:
+        for codes, scale in ((cache.k, cache.k_scale), (cache.v, cache.v_scale)):
+            codes.random_(0, 256)
+            scale.fill_(torch.nan)
+    return cache
+
+
+class Case:
+    """Sequences of the given lengths in a shuffled page pool whose unwritten places are NaN."""
+
+    def __init__(
+        self,
+        lengths: Sequence[int],
+        *,
+        heads: int = 4,
+        kv_heads: int = 2,
+        head_dim: int = 32,
+        page_size: int = 16,
+        dtype: torch.dtype = torch.float32,
+        window: int = 0,
+        softcap: float = 0.0,
+        sinks: float | None = None,
+    ) -> None:
+        self.lengths, self.heads, self.head_dim, self.window = lengths, heads, head_dim, window
+        self.softcap = softcap
+        random = torch.Generator().manual_seed(sum(lengths) + head_dim)
+        self.pages_per_slot = max(-(-n // page_size) for n in lengths)
+        pages = self.pages_per_slot * len(lengths)
+        self.page_table = torch.randperm(pages, generator=random).int().view(len(lengths), -1)
+        self.cache = unwritten_cache(
+            pages=pages, page_size=page_size, kv_heads=kv_heads, head_dim=head_dim, dtype=dtype
+        )
+        tokens, width = sum(lengths), kv_heads * head_dim
+        self.k = torch.randn(tokens, width, generator=random)
+        self.v = torch.randn(tokens, width, generator=random)
+        self.q = torch.randn(min(tokens, 512), heads * head_dim, generator=random) * 2
+        self.first_row = [0, *itertools.accumulate(lengths)]
+        self.sinks = None if sinks is None else sinks + torch.randn(heads, generator=random)
+
+    def batch(self, parts: Sequence[tuple[int, int, int]]) -> tuple[Batch, list[int]]:
+        """A batch of (slot, first position, end position) runs, and the rows of q, k, v in it."""
+        rows = [self.first_row[slot] + p for slot, first, end in parts for p in range(first, end)]
+        batch = Batch.allocate(
+            tokens=len(rows),
+            slots=len(self.lengths),
+            pages_per_slot=self.pages_per_slot,
+            logits=1,
+        )
+        batch.counts[0] = len(rows)
+        batch.page_table.copy_(self.page_table)
+        batch.positions.copy_(torch.tensor([p for _, a, b in parts for p in range(a, b)]).int())
+        batch.slots.copy_(torch.tensor([s for s, a, b in parts for _ in range(a, b)]).int())
+        return batch, rows
+
+    def whole(self) -> list[tuple[int, int, int]]:
+        return [(slot, 0, n) for slot, n in enumerate(self.lengths)]
+
+    def queries(self, rows: Sequence[int]) -> Tensor:
+        return self.q[[row % len(self.q) for row in rows]]
+
+    def write(self) -> None:
+        batch, rows = self.batch(self.whole())
+        OPS.write_kv(self.k[rows], self.v[rows], self.cache, batch)
+
+    def attend(
+        self,
+        parts: Sequence[tuple[int, int, int]] | None = None,
+        ops: CpuOps | ReferenceOps = OPS,
+    ) -> Tensor:
+        batch, rows = self.batch(parts or self.whole())
+        q = self.queries(rows)
+        out = torch.full_like(q, torch.nan)
+        ops.attention(
+            q,
+            self.cache,
+            out,
+            batch,
+            heads=self.heads,
+            scale=self.head_dim**-0.5,
+            window=self.window,
+            softcap=self.softcap,
+            sinks=self.sinks,
+        )
+        return out
+
+
+SHAPES = [
+    {"heads": 1, "kv_heads": 1, "head_dim": 1},
+    {"heads": 3, "kv_heads": 3, "head_dim": 16},
+    {"heads": 9, "kv_heads": 3, "head_dim": 64},
+    {"heads": 14, "kv_heads": 2, "head_dim": 33, "page_size": 48},
+    {"heads": 16, "kv_heads": 2, "head_dim": 128, "page_size": 64},
+    {"heads": 26, "kv_heads": 2, "head_dim": 80, "page_size": 32},
+    {"heads": 100, "kv_heads": 1, "head_dim": 24},  # more heads than share one walk
+    {"heads": 4, "kv_heads": 2, "head_dim": 256, "page_size": 128},
+]
