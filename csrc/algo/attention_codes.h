@@ -3,7 +3,7 @@
 // namespace of each ISA.
 #pragma once
 
-#include "algo/attention_blocks.h"
+#include "algo/attention_state.h"
 
 // kScaleKeys channels of a scaled query.
 struct QueryCodes {
@@ -47,30 +47,33 @@ inline QueryCodes quantize_query(const float* x, int n) {
   return codes;
 }
 
-// probs [kBlockKeys] times value scales, where keys outside first..end-1 are not seen.
-inline void quantize_probs(const float* probs, const KeyTile* tiles, int first, int end,
-                           ProbCodes& codes) {
-  constexpr int kTiles = kBlockKeys / kKeyLanes;
+// Probabilities of a block times value scales, where keys outside first..end-1 are not seen.
+[[gnu::flatten]] inline void quantize_probs(const F32 (&probs)[kTiles], const KeyTile* tiles,
+                                            int first, int end, ProbCodes& codes) {
   F32 x[kTiles];
   I32 bits = i_set1(0);
+#pragma GCC unroll 4
   for (int t = 0; t < kTiles; ++t) {
     const int at = t * kKeyLanes;
     x[t] = f_zero();
     if (at >= end || at + kKeyLanes <= first) continue;
-    x[t] = f_mul(f_load(probs + at), f_load_bf16(tiles[t].value_scales));
+    x[t] = f_mul(probs[t], f_load_bf16(tiles[t].value_scales));
     if (first > at || end < at + kKeyLanes) x[t] = keep_keys(x[t], first - at, end - at, 0.0f);
     bits = max_magnitude(bits, x[t]);
   }
   const float largest = magnitude(bits);
   // Below 2^-100 the inverse might overflow; such values cannot matter beside what others add.
-  const float inverse = largest < 0x1p-100f ? 0.0f : kLargestProb / largest;
-  codes.scale =
-      largest <= kLargestFloat ? largest / kLargestProb : std::numeric_limits<float>::quiet_NaN();
+  float inverse = largest < 0x1p-100f ? 0.0f : kLargestProb / largest;
+  codes.scale = largest * (1.0f / kLargestProb);
+  if (!(largest <= kLargestFloat)) {
+    inverse = 0.0f;
+    codes.scale = std::numeric_limits<float>::quiet_NaN();
+    for (F32& v : x) v = f_zero();
+  }
   I32 sum = i_set1(0);
+#pragma GCC unroll 4
   for (int t = 0; t < kTiles; ++t) {
-    const I32 n = codes.scale == codes.scale
-                      ? i_from_f(f_min(f_mul(x[t], f_set1(inverse)), f_set1(kLargestProb)))
-                      : i_set1(0);
+    const I32 n = i_from_f(f_min(f_mul(x[t], f_set1(inverse)), f_set1(kLargestProb)));
     i_store_i8(codes.high + t * kKeyLanes, i_shift_right<7>(n));
     i_store_i8(codes.low + t * kKeyLanes, i_and(n, i_set1(127)));
     sum = i_add(sum, n);

@@ -172,7 +172,7 @@ def test_an_int8_cache_costs_little(tokenizer):
     mean = torch.cat(cost).mean().item()
     print(f"mean KL of an int8 cache {mean:.2e}, {flips} of {steps} leading tokens differ")
     assert 0 < mean <= 3e-3
-    assert flips <= 0.02 * steps
+    assert flips <= 0.06 * steps
 
 
 def test_integer_greedy_text_differs_only_at_near_ties(tokenizer, oracle, rounded_oracle):

@@ -212,7 +212,7 @@ def test_kv_cache_layout(dtype: torch.dtype):
         ({"page_size": 24}, "page size 24"),
         ({"page_size": 0}, "page size 0"),
         ({"pages": 0}, "0 pages"),
-        ({"dtype": torch.int8}, "torch.int8"),
+        ({"dtype": torch.float64}, "torch.float64"),
     ],
 )
 def test_kv_cache_refuses(change: dict, message: str):
