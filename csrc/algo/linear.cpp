@@ -59,6 +59,8 @@ class Linear final : public Op {
       job.tile_blocks = a_.weight.tile_blocks;
       job.tile_bytes = a_.weight.tile_bytes;
       job.blocks = a_.weight.blocks();
+      job.run_end = a_.weight.data + a_.weight.nbytes();
+      job.run_jump = a_.weight.data - job.run_end;
       job.act = act_.view();
       job.rows = index;
       job.m = m;

@@ -22,8 +22,11 @@ namespace {
 constexpr int64_t kChunkTokens = 128;
 constexpr int64_t kPairChannels = 2 * kTileChannels;
 static_assert(kPairChannels == kBlockChannels, "a pair of tiles fills one activation block");
-// Weight bytes per task: enough to stream, small enough to balance.
+// Weight bytes per task: enough to stream, small enough to balance. More where many tokens share
+// them: then a task is long by its arithmetic, and only its first bytes are waited for.
 constexpr int64_t kTaskBytes = 256 * 1024;
+constexpr int64_t kSharedTaskBytes = 1024 * 1024;
+constexpr int64_t kSharedTokens = 3;
 // From this many tokens on, output channels are summed in a compact copy, if it fits the scratch.
 constexpr int64_t kCompactTokens = 16;
 constexpr int64_t kCompactFloats =
@@ -35,6 +38,12 @@ struct Span {
   int32_t expert;
   int32_t first;
   int32_t count;
+};
+
+// Weights that a worker reads in order: where they end, and where those it reads next begin.
+struct Run {
+  const uint8_t* end;
+  const uint8_t* next;
 };
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -65,7 +74,9 @@ class Moe final : public Op {
     });
     const auto spans = static_cast<int64_t>(spans_.size());
     const int64_t blocks = ceil_div(a_.gate.matrix.rows, kPairChannels);
-    const int64_t step = per_task(blocks, spans, worker.count(),
+    const int64_t task_bytes =
+        tokens * a_.top_k < kSharedTokens * spans ? kTaskBytes : kSharedTaskBytes;
+    const int64_t step = per_task(blocks, spans, worker.count(), task_bytes,
                                   2 * (a_.gate.matrix.stride() + a_.up.matrix.stride()));
     const int64_t ranges = ceil_div(blocks, step);
     worker.for_tasks(spans * ranges, [&](int64_t task) {
@@ -73,18 +84,22 @@ class Moe final : public Op {
       gate_up(worker, spans_[size_t(task / ranges)], first, std::min(blocks, first + step));
     });
     const int64_t pairs = ceil_div(a_.down.matrix.row_tiles(), 2);
-    const int64_t width = per_task(pairs, 1, worker.count(), 2 * a_.down.matrix.stride());
+    const int64_t width =
+        per_task(pairs, 1, worker.count(), task_bytes, 2 * a_.down.matrix.stride());
     worker.for_tasks(ceil_div(pairs, width), [&](int64_t task) {
       down(worker, tokens, task * width, std::min(pairs, (task + 1) * width));
     });
   }
 
  private:
-  // Steps per task: about kTaskBytes of weights, but at least six tasks per worker.
-  static int64_t per_task(int64_t steps, int64_t copies, int workers, int64_t bytes_per_step) {
-    const int64_t by_bytes = std::max<int64_t>(1, kTaskBytes / bytes_per_step);
+  // Steps per task: about task_bytes of weights, but at least six tasks per worker; tasks as equal
+  // as they come.
+  static int64_t per_task(int64_t steps, int64_t copies, int workers, int64_t task_bytes,
+                          int64_t bytes_per_step) {
+    const int64_t by_bytes = std::max<int64_t>(1, task_bytes / bytes_per_step);
     const int64_t by_balance = std::max<int64_t>(1, steps * copies / (6 * workers));
-    return std::min({by_bytes, by_balance, steps});
+    const int64_t most = std::min({by_bytes, by_balance, steps});
+    return ceil_div(steps, ceil_div(steps, most));
   }
 
   void quantize(int64_t t) {
@@ -126,16 +141,23 @@ class Moe final : public Op {
     }
   }
 
-  static TileJob pair_job(const ExpertMatrix& m, const uint8_t* blob, int64_t pair,
+  // Where tile pairs from `pair` on begin in an expert's blob; where its matrix ends if past that.
+  static const uint8_t* pair_bytes(const ExpertMatrix& m, const uint8_t* blob, int64_t pair) {
+    return blob + m.offset + std::min(2 * pair, m.matrix.row_tiles()) * m.matrix.stride();
+  }
+
+  static TileJob pair_job(const ExpertMatrix& m, const uint8_t* blob, int64_t pair, const Run& run,
                           const Activations& act, int count, float* out, std::byte* scratch) {
     const int64_t n = 2 * pair;
     TileJob job{};
     job.tiles = static_cast<int>(std::min<int64_t>(2, m.matrix.row_tiles() - n));
-    job.tile[0] = blob + m.offset + n * m.matrix.stride();
+    job.tile[0] = pair_bytes(m, blob, pair);
     job.tile[1] = job.tile[0] + (job.tiles - 1) * m.matrix.stride();
     job.tile_blocks = m.matrix.tile_blocks;
     job.tile_bytes = m.matrix.tile_bytes;
     job.blocks = m.matrix.blocks();
+    job.run_end = run.end;
+    job.run_jump = run.next - run.end;
     job.act = act;
     job.m = count;
     job.out = out;
@@ -151,8 +173,8 @@ class Moe final : public Op {
 
   // One pair of gate or up tiles. Leaves rows of 32 floats even for a lone last tile.
   void run_pair(Worker& worker, const ExpertMatrix& m, const Span& span, int64_t pair,
-                const Activations& act, float* out) const {
-    TileJob job = pair_job(m, span.blob, pair, act, span.count, out, worker.scratch());
+                const Run& run, const Activations& act, float* out) const {
+    TileJob job = pair_job(m, span.blob, pair, run, act, span.count, out, worker.scratch());
     job.rows = token_.data() + span.first;
     isa().matrix.tiles[static_cast<int>(m.matrix.kind)](job);
     if (job.tiles == 2) return;
@@ -173,10 +195,13 @@ class Moe final : public Op {
     const Activations& up_act = x_up_ != nullptr ? x_up_->view() : x_.view();
     for (; block < end; block += kChunkTokens / span.count) {
       const int64_t blocks = std::min<int64_t>(end - block, kChunkTokens / span.count);
+      const uint8_t* gate_end = pair_bytes(a_.gate, span.blob, block + blocks);
+      const Run gates{gate_end, pair_bytes(a_.up, span.blob, block)};
+      const Run ups{pair_bytes(a_.up, span.blob, block + blocks), gate_end};
       for (int64_t i = 0; i < blocks; ++i)
-        run_pair(worker, a_.gate, span, block + i, x_.view(), gate + i * size);
+        run_pair(worker, a_.gate, span, block + i, gates, x_.view(), gate + i * size);
       for (int64_t i = 0; i < blocks; ++i)
-        run_pair(worker, a_.up, span, block + i, up_act, up + i * size);
+        run_pair(worker, a_.up, span, block + i, ups, up_act, up + i * size);
       for (int64_t i = 0; i < blocks; ++i) {
         const int64_t channel = (block + i) * kPairChannels;
         const int64_t rows = a_.gate.matrix.rows;
@@ -222,11 +247,15 @@ class Moe final : public Op {
   void add_experts(Worker& worker, int64_t pair, int64_t pair_end, float* sums, int64_t ld,
                    float* result) {
     const MatrixKernels& kernels = isa().matrix;
-    for (const Span& span : spans_) {
+    for (size_t s = 0; s < spans_.size(); ++s) {
+      const Span& span = spans_[s];
+      const uint8_t* end = pair_bytes(a_.down, span.blob, pair_end);
+      const Run run{end,
+                    s + 1 < spans_.size() ? pair_bytes(a_.down, spans_[s + 1].blob, pair) : end};
       const Activations act = h_.view().from(span.first);
       for (int64_t p = pair; p < pair_end; ++p) {
         const TileJob job =
-            pair_job(a_.down, span.blob, p, act, span.count, result, worker.scratch());
+            pair_job(a_.down, span.blob, p, run, act, span.count, result, worker.scratch());
         kernels.tiles[static_cast<int>(a_.down.matrix.kind)](job);
         const int64_t channel = p * kPairChannels;
         const int64_t width = job.tiles * kTileChannels;

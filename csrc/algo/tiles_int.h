@@ -5,13 +5,27 @@
 // ascending order, then acc = fma(minimum, activation_sum, acc) for each where a format has minima.
 // Every path below performs these same steps in this same order, so all give the same bits.
 //
-// With few tokens nothing is prefetched by hand: a worker's bytes are ascending streams, and asking
-// for every line ahead of the hardware prefetcher cost a tenth of the bandwidth where measured.
-// With many, a stream moves too slowly to keep it going: kPrefetchBytes ahead hides the memory.
+// With few tokens nothing is prefetched by hand: a worker's bytes are ascending streams which the
+// hardware runs ahead of, and asking for every line then costs up to a quarter of the bandwidth.
+// With more, products take as long as the bytes, the tokens' activations no longer stay in L1
+// beside the weights, and the hardware, following them too, loses the stream of weights (half the
+// bandwidth and nothing hidden): there the first pass over a tile asks for what lies kPrefetchBytes
+// ahead, into L2, for L1 would have to give up activations for it.
 #pragma once
 
-constexpr int kPrefetchTokens = 5;
-constexpr int64_t kPrefetchBytes = 4096;
+// Tokens from which a format's products take about 0.7 of the time its bytes take.
+template <class Layout>
+constexpr int kPrefetchTokens = Layout::kBlock >= 512                 ? 5
+                                : Layout::kSteps == 2 || Layout::kMin ? 2
+                                                                      : 3;
+constexpr int64_t kPrefetchBytes = 16384;
+
+// Asks for the bytes that come kPrefetchBytes after [p, p + n).
+[[gnu::always_inline]] inline void prefetch_ahead(const TileJob& job, const uint8_t* p, int n) {
+  const uint8_t* ahead = p + kPrefetchBytes;
+  if (ahead >= job.run_end) ahead += job.run_jump;
+  for (int i = 0; i < n; i += 64) prefetch_l2(ahead + i);
+}
 
 inline int64_t activation_row(const TileJob& job, int64_t i) {
   return job.rows != nullptr ? job.rows[i] : i;
@@ -25,25 +39,47 @@ inline int32_t first_sum(const ActivationBlock& x, int s) {
   return x.init[s];
 }
 
-// One block of one token: codes[8] in registers -> acc.
-template <class Layout>
-inline F32 add_block(const U8 codes[8], const F32 step[Layout::kSteps],
-                     const F32 minimum[Layout::kSteps], const ActivationBlock& x, F32 acc) {
+// One block of kTokens tokens: codes[8] in registers -> acc. Their chains of dots advance side by
+// side, so that the window of instructions under way need not span whole chains to fill the pipes.
+template <class Layout, int kTokens>
+[[gnu::always_inline]] inline void add_block(const U8 codes[8], const F32 step[Layout::kSteps],
+                                             const F32 minimum[Layout::kSteps],
+                                             const ActivationBlock* const x[kTokens], int64_t b,
+                                             F32 acc[kTokens]) {
   constexpr int kQuads = 8 / Layout::kSteps;
-  const F32 scale = f_set1(x.scale);
 #pragma GCC unroll 2
   for (int s = 0; s < Layout::kSteps; ++s) {
-    const int32_t init = first_sum<Layout>(x, s);
-    auto dots = Acc<Layout::kBits>::start(init);
+    Acc<Layout::kBits> dots[kTokens];
 #pragma GCC unroll 8
-    for (int j = s * kQuads; j < (s + 1) * kQuads; ++j) dots.dot(codes[j], quad_load(x.q + 4 * j));
-    acc = f_fma(f_from_i(dots.result(init)), f_mul(step[s], scale), acc);
+    for (int i = 0; i < kTokens; ++i)
+      dots[i] = Acc<Layout::kBits>::start(first_sum<Layout>(x[i][b], s));
+#pragma GCC unroll 8
+    for (int j = s * kQuads; j < (s + 1) * kQuads; ++j)
+#pragma GCC unroll 8
+      for (int i = 0; i < kTokens; ++i) dots[i].dot(codes[j], quad_load(x[i][b].q + 4 * j));
+#pragma GCC unroll 8
+    for (int i = 0; i < kTokens; ++i)
+      acc[i] = f_fma(f_from_i(dots[i].result(first_sum<Layout>(x[i][b], s))),
+                     f_mul(step[s], f_set1(x[i][b].scale)), acc[i]);
   }
   if constexpr (Layout::kMin) {
 #pragma GCC unroll 2
-    for (int s = 0; s < Layout::kSteps; ++s) acc = f_fma(minimum[s], f_set1(x.sum[s]), acc);
+    for (int s = 0; s < Layout::kSteps; ++s)
+#pragma GCC unroll 8
+      for (int i = 0; i < kTokens; ++i) acc[i] = f_fma(minimum[s], f_set1(x[i][b].sum[s]), acc[i]);
   }
-  return acc;
+}
+
+template <class Layout, int kTokens>
+[[gnu::always_inline]] inline void add_blocks(const U8 codes[8], const F32 step[Layout::kSteps],
+                                              const F32 minimum[Layout::kSteps],
+                                              const ActivationBlock* const x[kTokens], int64_t b,
+                                              F32 acc[kTokens]) {
+  constexpr int kGroups = (kTokens + kTokenChains - 1) / kTokenChains;
+  constexpr int kNow = (kTokens + kGroups - 1) / kGroups;
+  add_block<Layout, kNow>(codes, step, minimum, x, b, acc);
+  if constexpr (kTokens > kNow)
+    add_blocks<Layout, kTokens - kNow>(codes, step, minimum, x + kNow, b, acc + kNow);
 }
 
 // Few tokens: decode in registers, use at once, stream on. Inlined by force: where GCC 12 left it
@@ -51,21 +87,21 @@ inline F32 add_block(const U8 codes[8], const F32 step[Layout::kSteps],
 template <class Layout, int kTokens, bool kOneBlock>
 [[gnu::always_inline]] inline void direct_row_tile(const TileJob& job, const uint8_t* tile,
                                                    const ActivationBlock* const x[kTokens],
-                                                   F32 acc[kTokens]) {
+                                                   bool first_pass, F32 acc[kTokens]) {
   const int tile_blocks = kOneBlock ? 1 : job.tile_blocks;
   for (int64_t first = 0; first < job.blocks; first += tile_blocks, tile += job.tile_bytes) {
+    if (kTokens >= kPrefetchTokens<Layout> && first_pass)
+      prefetch_ahead(job, tile, Layout::kHeader);
     const Decoder<Layout> decoder(tile);
     for (int b = 0; b < tile_blocks; ++b) {
       const uint8_t* block = tile + Layout::kHeader + int64_t{b} * Layout::kBlock;
-      if constexpr (kTokens >= kPrefetchTokens)
-        for (int i = 0; i < Layout::kBlock + 64; i += 64) prefetch(block + kPrefetchBytes + i);
+      if (kTokens >= kPrefetchTokens<Layout> && first_pass)
+        prefetch_ahead(job, block, Layout::kBlock);
       U8 codes[8];
       Decoder<Layout>::codes(block, codes);
       F32 step[Layout::kSteps], minimum[Layout::kSteps];
       decoder.scales(tile, b, step, minimum);
-#pragma GCC unroll 16
-      for (int i = 0; i < kTokens; ++i)
-        acc[i] = add_block<Layout>(codes, step, minimum, x[i][first + b], acc[i]);
+      add_blocks<Layout, kTokens>(codes, step, minimum, x, first + b, acc);
     }
   }
 }
@@ -79,7 +115,7 @@ void direct_tiles(const TileJob& job, int first_token) {
     F32 acc[kTokens];
 #pragma GCC unroll 16
     for (int i = 0; i < kTokens; ++i) acc[i] = f_zero();
-    direct_row_tile<Layout, kTokens, kOneBlock>(job, job.tile[t], x, acc);
+    direct_row_tile<Layout, kTokens, kOneBlock>(job, job.tile[t], x, first_token == 0, acc);
 #pragma GCC unroll 16
     for (int i = 0; i < kTokens; ++i)
       f_store(job.out + (first_token + i) * kTileChannels * job.tiles + kTileChannels * t, acc[i]);
@@ -102,10 +138,13 @@ void decode_blocks(const TileJob& job, int t, int64_t first, int count, Decoded<
   int b = static_cast<int>(first % job.tile_blocks);
   const uint8_t* tile = job.tile[t] + first / job.tile_blocks * job.tile_bytes;
   for (int done = 0; done < count;) {
+    prefetch_ahead(job, tile, Layout::kHeader);
     const Decoder<Layout> decoder(tile);
     for (; b < job.tile_blocks && done < count; ++b, ++done) {
       U8 codes[8];
-      Decoder<Layout>::codes(tile + Layout::kHeader + int64_t{b} * Layout::kBlock, codes);
+      const uint8_t* block = tile + Layout::kHeader + int64_t{b} * Layout::kBlock;
+      prefetch_ahead(job, block, Layout::kBlock);
+      Decoder<Layout>::codes(block, codes);
       for (int j = 0; j < 8; ++j) u8_store(out.codes[done][j], codes[j]);
       F32 step[Layout::kSteps], minimum[Layout::kSteps];
       decoder.scales(tile, b, step, minimum);

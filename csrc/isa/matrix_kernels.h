@@ -44,6 +44,10 @@ struct TileJob {
   int tile_blocks;  // blocks of 32 channels per tile
   int64_t tile_bytes;
   int64_t blocks;  // per row tile
+  // Weights are asked for ahead of their use; past run_end, where the caller's consecutive tiles
+  // end, what it reads next lies run_jump bytes on.
+  const uint8_t* run_end;
+  int64_t run_jump;
   Activations act;
   const int32_t* rows;  // activation row of each of the m, null for 0..m-1
   int m;

@@ -4,6 +4,7 @@
 constexpr int kLanes = 16;
 constexpr int kBlockTokens = 3;   // tokens per register block of float and L1 kernels
 constexpr int kDirectTokens = 2;  // of the integer kernels that decode into registers
+constexpr int kTokenChains = 2;   // tokens whose sums advance side by side
 constexpr int kDecodeFrom = 4;    // tokens from which a tile is decoded into L1 instead
 constexpr int kFloatRows = 6;
 constexpr int kFloatAccumulators = 6;
@@ -235,5 +236,11 @@ inline U8 u8_lookup(U8 x, const uint8_t* table) {
 inline U8 u8_xor(U8 x, U8 y) { return {_mm256_xor_si256(x.a, y.a), _mm256_xor_si256(x.b, y.b)}; }
 inline void opaque(F32& x) { __asm__ volatile("" : "+x"(x.a), "+x"(x.b)); }
 inline void opaque(U8& x) { __asm__ volatile("" : "+x"(x.a), "+x"(x.b)); }
-inline void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
-inline void prefetch_l2(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T1); }
+// (Inlined by force: GCC 12 takes a function that only prefetches for one without effect, and drops
+// the call.)
+[[gnu::always_inline]] inline void prefetch(const void* p) {
+  _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0);
+}
+[[gnu::always_inline]] inline void prefetch_l2(const void* p) {
+  _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T1);
+}

@@ -4,6 +4,7 @@
 constexpr int kLanes = 16;
 constexpr int kBlockTokens = 6;   // tokens per register block of the float kernels
 constexpr int kDirectTokens = 8;  // of the integer kernels that decode into registers
+constexpr int kTokenChains = 4;   // tokens whose sums advance side by side
 constexpr int kDecodeFrom = 0;    // never through L1: 32 registers hold codes and sums
 constexpr int kFloatRows = 12;
 constexpr int kFloatAccumulators = 24;
@@ -159,5 +160,11 @@ inline U8 u8_lookup(U8 a, const uint8_t* table) {
 inline U8 u8_xor(U8 a, U8 b) { return {_mm512_xor_si512(a.v, b.v)}; }
 inline void opaque(F32& a) { __asm__ volatile("" : "+v"(a)); }
 inline void opaque(U8& a) { __asm__ volatile("" : "+v"(a.v)); }
-inline void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
-inline void prefetch_l2(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T1); }
+// (Inlined by force: GCC 12 takes a function that only prefetches for one without effect, and drops
+// the call.)
+[[gnu::always_inline]] inline void prefetch(const void* p) {
+  _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0);
+}
+[[gnu::always_inline]] inline void prefetch_l2(const void* p) {
+  _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T1);
+}

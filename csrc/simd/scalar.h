@@ -6,6 +6,7 @@
 constexpr int kLanes = 16;
 constexpr int kBlockTokens = 2;        // tokens per register block of float and L1 kernels
 constexpr int kDirectTokens = 2;       // of the integer kernels that decode into registers
+constexpr int kTokenChains = 2;        // tokens whose sums advance side by side
 constexpr int kDecodeFrom = 4;         // tokens from which a tile is decoded into L1 instead
 constexpr int kFloatRows = 4;          // most rows of a float register block
 constexpr int kFloatAccumulators = 4;  // F32 accumulators of it
