@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -57,6 +58,8 @@ class Comparison:
         self.cache: Path = options.cache.resolve()
         self.probes = Probes()
         self.rounds = options.rounds or (2 if options.quick else 5)
+        #: whether a peer failed at something, which the others go on after
+        self.failed = False
 
     def facts(self, peer: str, threads: int) -> dict[str, object]:
         return {
@@ -64,7 +67,7 @@ class Comparison:
             "isa": native.isa(),
             "threads": threads,
             "shape": SHAPE,
-            "moestro": __version__,
+            "moestro": f"{__version__} {revision()}".strip(),
             "peer": peer,
         }
 
@@ -87,16 +90,24 @@ class Comparison:
             kind = KINDS.get(name)
             if kind is None or (kind.kt_method if peer == KT else kind.ggml_type) is None:
                 continue
-            with self._case(name, peer, threads) as (ours, worker, case):
-                mine, theirs = operators.check(case, ours, worker)
-                errors = {"ours_error": asdict(mine), "peer_error": asdict(theirs)}
-                print(f"{name}: relative error ours {mine}, peer {theirs}")
-                for tokens in self.options.tokens:
-                    row = operators.measure(case, ours, worker, tokens, self.probes, self.rounds)
-                    described = {"format": case.kind.format, "layers": self.options.layers}
-                    added = report.add(row, **described, **errors)
-                    print(line(added, f"{name} {tokens:4d} tokens"), flush=True)
+            try:
+                self._operator(name, peer, threads, report)
+            except PeerFailed as error:
+                self.failed = True
+                print(error, file=sys.stderr)
         self.finish(report)
+
+    def _operator(self, name: str, peer: str, threads: int, report: Report) -> None:
+        with self._case(name, peer, threads) as (ours, worker, case):
+            mine, theirs = operators.check(case, ours, worker)
+            errors = {"ours_error": asdict(mine), "peer_error": asdict(theirs)}
+            how = worker.info["how"]
+            print(f"{name}: relative error ours {mine}, peer ({how}) {theirs}")
+            described = {"format": case.kind.format, "layers": self.options.layers}
+            described |= {"peer_how": how} | errors
+            for tokens in self.options.tokens:
+                row = operators.measure(case, ours, worker, tokens, self.probes, self.rounds)
+                print(line(report.add(row, **described), f"{name} {tokens:4d} tokens"), flush=True)
 
     @contextlib.contextmanager
     def _case(
@@ -179,6 +190,21 @@ class Comparison:
         )
 
 
+def revision() -> str:
+    """The last commit that changed what is measured, with a plus if there are changes beyond it;
+    nothing outside a git checkout.
+    """
+    git = ["git", "-C", str(peers_cache.ROOT)]
+    measured = ["--", "src", "csrc", "CMakeLists.txt"]
+    last = subprocess.run(
+        [*git, "log", "-1", "--format=%h", *measured], capture_output=True, text=True
+    )
+    changed = subprocess.run(
+        [*git, "status", "--porcelain", *measured], capture_output=True, text=True
+    )
+    return last.stdout.strip() + ("+" if changed.stdout.strip() else "")
+
+
 def names(text: str) -> list[str]:
     return [part for part in text.split(",") if part]
 
@@ -223,7 +249,6 @@ def main() -> int:
     torch.set_num_threads(1)  # its idle threads spin on the cores that are measured
     comparison = Comparison(options)
     comparison.probes.fma()
-    status = 0
     for peer in options.peers:
         try:
             if peer in OPERATOR_PEERS and options.only != "model":
@@ -237,8 +262,8 @@ def main() -> int:
             print(f"SKIPPED: {peer} is not set up in {options.cache}", file=sys.stderr)
         except (PeerFailed, FileNotFoundError) as error:
             print(error, file=sys.stderr)
-            status = 1
-    return status
+            comparison.failed = True
+    return int(comparison.failed)
 
 
 if __name__ == "__main__":

@@ -1,18 +1,17 @@
-"""Draw what ``compare.py --json`` measured: docs/images/compare-{operator,model}.png.
+"""Draw what ``compare.py --json`` measured, docs/images/compare-{operator,model}.png, and write the
+tables of docs/BENCHMARKS.md from it.
 
     pip install -e '.[bench]'
-    python benchmarks/plot.py [--results benchmarks/results] [--out docs/images]
+    python benchmarks/plot.py [--results benchmarks/results] [--docs docs]
 
-Both show the peer's time over ours: above one, Moestro is faster.
+Pictures show the peer's time over ours: above one, Moestro is faster.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from pathlib import Path
-from typing import Any
 
 import matplotlib
 
@@ -21,18 +20,13 @@ from matplotlib import pyplot
 from matplotlib.axes import Axes
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
+from comparing import tables
+from comparing.tables import Content
+
 ROOT = Path(__file__).resolve().parent.parent
 _INK, _GRID = "#333333", "#dddddd"
 _COLOURS = ["#0b6e99", "#d9730d", "#4d8b31", "#9b3fa0", "#c0392b", "#7f6f00"]
 _MARKERS = "osD^vP"
-
-Content = dict[str, Any]
-
-
-def load(folder: Path, part: str) -> list[Content]:
-    """The files of one part, by peer."""
-    found = [json.loads(path.read_text()) for path in sorted(folder.glob(f"compare-{part}-*.json"))]
-    return [content for content in found if content["rows"]]
 
 
 def caption(content: Content) -> str:
@@ -45,11 +39,15 @@ def caption(content: Content) -> str:
 def dress(axes: Axes, highest: float, lowest: float) -> None:
     """Ratios on a logarithmic axis, with the line where both are equal."""
     axes.set_yscale("log")
-    ticks = [t for t in (0.25, 0.5, 1, 2, 3, 4, 6, 8, 12, 16) if lowest * 0.8 <= t <= highest * 1.3]
+    ticks = [
+        t
+        for t in (0.25, 0.5, 1, 2, 3, 4, 6, 8, 12, 16)
+        if t == 1 or lowest * 0.8 <= t <= highest * 1.3
+    ]
     axes.yaxis.set_major_locator(FixedLocator(ticks))
     axes.yaxis.set_minor_locator(NullLocator())
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}×"))
-    axes.set_ylim(min(lowest, 1) * 0.85, max(highest, 1) * 1.25)
+    axes.set_ylim(min(lowest, 1) * 0.85, max(highest, 1) ** 1.25 * 1.2)  # and room for a legend
     axes.axhline(1, color=_INK, linewidth=1)
     axes.grid(axis="y", color=_GRID, linewidth=0.8)
     axes.set_axisbelow(True)
@@ -83,7 +81,7 @@ def draw_operator(axes: Axes, content: Content) -> None:
     axes.set_xticks(range(len(tokens)), [str(n) for n in tokens])
     axes.set_xlabel("tokens per call")
     dress(axes, *limits_of(rows))
-    axes.legend(fontsize=8, frameon=False, ncols=2)
+    axes.legend(fontsize=8, frameon=False, ncols=2, loc="upper left")
 
 
 def draw_model(axes: Axes, content: Content) -> None:
@@ -91,22 +89,25 @@ def draw_model(axes: Axes, content: Content) -> None:
     rows = content["rows"]
     tasks = sorted({row["task"] for row in rows}, key=task_order)
     types = list(dict.fromkeys(row["file_type"] for row in rows))
-    width = 0.8 / len(types)
-    for index, file_type in enumerate(types):
-        for row in (r for r in rows if r["file_type"] == file_type):
-            place = tasks.index(row["task"]) + (index - (len(types) - 1) / 2) * width
+    width = 0.8 / max(4, len(types))
+    for number, task in enumerate(tasks):
+        group = [row for row in rows if row["task"] == task]
+        for index, row in enumerate(group):
+            place = number + (index - (len(group) - 1) / 2) * width
             axes.bar(
-                place, row["ratio"] - 1, width * 0.92, bottom=1, color=_COLOURS[index],
-                yerr=whisker(row), error_kw={"linewidth": 1, "ecolor": _INK},
-                label=file_type if row["task"] == tasks[0] else None,
+                place, row["ratio"] - 1, width * 0.92, bottom=1, yerr=whisker(row),
+                color=_COLOURS[types.index(row["file_type"])],
+                error_kw={"linewidth": 1, "ecolor": _INK},
+                label=row["file_type"] if number == 0 else None,
             )  # fmt: skip
             axes.annotate(
                 f"{row['ratio']:.2f}", (place, row["ratio_max"]), (0, 3), ha="center",
                 textcoords="offset points", fontsize=8, color=_INK,
             )  # fmt: skip
     axes.set_xticks(range(len(tasks)), [task_name(task) for task in tasks])
+    axes.set_xlim(-0.6, len(tasks) - 0.4)
     dress(axes, *limits_of(rows))
-    axes.legend(fontsize=8, frameon=False)
+    axes.legend(fontsize=8, frameon=False, ncols=4, loc="upper left")
 
 
 def task_order(task: str) -> tuple[bool, int]:
@@ -119,7 +120,6 @@ def task_name(task: str) -> str:
     return f"prefill\n{number} tokens" if kind == "prefill" else f"decode at\n{number} tokens"
 
 
-TITLES = {"operator": "MoE operator", "model": "Whole model"}
 DRAWERS = {"operator": draw_operator, "model": draw_model}
 
 
@@ -138,7 +138,9 @@ def figure(part: str, contents: list[Content], path: Path) -> None:
         )  # fmt: skip
     panels[0][0].set_ylabel("peer's time / Moestro's time")
     shape = contents[0]["facts"]["shape"]
-    drawn.suptitle(f"{TITLES[part]}, shape of {shape}: higher is better for Moestro", fontsize=11)
+    drawn.suptitle(
+        f"{tables.PARTS[part]}, shape of {shape}: above the line Moestro is faster", fontsize=11
+    )
     drawn.tight_layout()
     drawn.savefig(path, dpi=130)
     pyplot.close(drawn)
@@ -147,17 +149,21 @@ def figure(part: str, contents: list[Content], path: Path) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--results", type=Path, default=ROOT / "benchmarks/results")
-    parser.add_argument("--out", type=Path, default=ROOT / "docs/images")
+    parser.add_argument("--docs", type=Path, default=ROOT / "docs")
     options = parser.parse_args()
-    options.out.mkdir(parents=True, exist_ok=True)
-    for part in TITLES:
-        contents = load(options.results, part)
+    images = options.docs / "images"
+    images.mkdir(parents=True, exist_ok=True)
+    for part in tables.PARTS:
+        contents = tables.load(options.results, part)
         if not contents:
             print(f"nothing of {part} in {options.results}", file=sys.stderr)
             continue
-        path = options.out / f"compare-{part}.png"
+        path = images / f"compare-{part}.png"
         figure(part, contents, path)
         print(path)
+    page = options.docs / "BENCHMARKS.md"
+    tables.write(page, options.results, images)
+    print(page)
     return 0
 
 

@@ -16,6 +16,7 @@
 #include <sstream>
 #include <stdexcept>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "ggml-alloc.h"
@@ -42,15 +43,34 @@ std::vector<uint8_t> read_file(const std::string& path, size_t bytes) {
   return data;
 }
 
-// The buffer type that rearranges weights for the CPU, which llama.cpp prefers, if there is one.
-ggml_backend_buffer_type_t buffer_type(ggml_backend_t backend, bool repack) {
+// Whether the backend multiplies with chosen matrices of this type from this kind of buffer; asked
+// in the way llama.cpp asks before it puts weights there.
+bool usable(ggml_backend_dev_t device, ggml_backend_buffer_type_t buffers, const Shape& shape) {
+  ggml_context* context = ggml_init({8 * ggml_tensor_overhead(), nullptr, true});
+  ggml_backend_buffer_t none = ggml_backend_buft_alloc_buffer(buffers, 0);
+  bool fits = true;
+  for (const auto& [cols, rows] :
+       {std::pair{shape.hidden, shape.intermediate}, std::pair{shape.intermediate, shape.hidden}}) {
+    ggml_tensor* weight = ggml_new_tensor_3d(context, shape.type, cols, rows, shape.experts);
+    ggml_tensor* x = ggml_new_tensor_3d(context, GGML_TYPE_F32, cols, shape.top_k, 512);
+    ggml_tensor* ids = ggml_new_tensor_2d(context, GGML_TYPE_I32, shape.top_k, 512);
+    weight->buffer = none;
+    fits = fits && ggml_backend_dev_supports_op(device, ggml_mul_mat_id(context, weight, x, ids));
+  }
+  ggml_backend_buffer_free(none);
+  ggml_free(context);
+  return fits;
+}
+
+// The buffer type that rearranges weights for the CPU, which llama.cpp prefers where it is usable.
+ggml_backend_buffer_type_t buffer_type(ggml_backend_t backend, const Shape& shape, bool repack) {
   ggml_backend_dev_t device = ggml_backend_get_device(backend);
   if (repack) {
     ggml_backend_reg_t reg = ggml_backend_dev_backend_reg(device);
     auto extra = reinterpret_cast<ggml_backend_dev_get_extra_bufts_t>(
         ggml_backend_reg_get_proc_address(reg, "ggml_backend_dev_get_extra_bufts"));
     for (ggml_backend_buffer_type_t* type = extra ? extra(device) : nullptr; type && *type; ++type)
-      if (std::strstr(ggml_backend_buft_name(*type), "REPACK")) return *type;
+      if (usable(device, *type, shape)) return *type;
   }
   return ggml_backend_cpu_buffer_type();
 }
@@ -63,7 +83,7 @@ class Operator {
     ggml_backend_cpu_set_n_threads(backend_, threads);
     ggml_threadpool_params params = ggml_threadpool_params_default(threads);
     ggml_backend_cpu_set_threadpool(backend_, ggml_threadpool_new(&params));
-    load(folder, buffer_type(backend_, repack));
+    load(folder, buffer_type(backend_, shape, repack));
   }
 
   const char* buffer_name() const { return ggml_backend_buffer_name(weights_); }
@@ -227,7 +247,7 @@ int main(int count, char** words) try {
   const Shape shape{
       ggml_type(number(2)), number(3), number(4), number(5), number(6), number(7), number(8)};
   Operator op(words[1], shape, int(number(9)), number(10) != 0);
-  std::cout << "{\"buffer\": \"" << op.buffer_name() << "\"}" << std::endl;
+  std::cout << "{\"how\": \"" << op.buffer_name() << "\"}" << std::endl;
   for (std::string line; std::getline(std::cin, line);) std::cout << answer(op, line) << std::endl;
   return 0;
 } catch (const std::exception& error) {

@@ -161,9 +161,7 @@ def main() -> None:
         "run": operator.run,
         "check": operator.check,
     }
-    print(
-        json.dumps({"version": kt_kernel.__version__, "method": method}), file=answers, flush=True
-    )
+    print(json.dumps({"version": kt_kernel.__version__, "how": method}), file=answers, flush=True)
     for line in sys.stdin:
         what, *words = line.split()
         print(json.dumps(actions[what](words)), file=answers, flush=True)

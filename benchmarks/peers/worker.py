@@ -90,6 +90,7 @@ class Worker:
 
     def _failure(self, what: str) -> PeerFailed:
         self.close()
+        what += f" (exit status {self._process.returncode})"
         tail = self._log.read_text(errors="replace")[-2000:]
         return PeerFailed(f"{' '.join(self._command)}: {what}\n{tail}\n(the whole: {self._log})")
 

@@ -16,7 +16,7 @@ import torch
 
 from bench_engine import bytes_per_token
 from bench_moe import Shape
-from comparing import operators, weights
+from comparing import operators, tables, weights
 from comparing.report import Report
 from moestro import formats
 from peers.llama_cpp import LlamaCpp
@@ -165,3 +165,26 @@ def test_pieces_of_a_comparison_meet_in_one_file(tmp_path: Path) -> None:
     assert '"us": 1.0' in text and '"us": 3.0' in text and '"us": 2.0' not in text
     other = report(facts | {"moestro": "2"}, [{"kind": "b", "tokens": 1, "us": 4.0}])
     assert "0 kept" in other.save(tmp_path, {})
+
+
+def test_results_become_tables_in_the_page(tmp_path: Path) -> None:
+    errors = {"source": 0.1, "decoded": 0.01}
+    shares = {"ours_of_read": 0.9, "peer_of_read": 0.5, "ratio_min": 1.5, "ratio_max": 1.7}
+    times = {"ours_us": 500.0, "peer_us": 800.0, "ratio": 1.6}
+    row = {"kind": "a", "tokens": 4, "format": "f", "peak": "dot", "ours_of_peak": 0.2}
+    row |= {"ours_error": errors, "peer_error": errors, "peer_of_peak": 0.1} | shares | times
+    facts: dict[str, object] = {"threads": 1, "cpu": "c", "isa": "i", "shape": "s"}
+    report(facts | {"moestro": "1", "peer": "x 2"}, [row]).save(tmp_path, {})
+    page = tmp_path / "page.md"
+    page.write_text(f"before\n{tables.BEGIN}\nold\n{tables.END}\nafter\n")
+    tables.write(page, tmp_path, tmp_path / "images")
+    once = page.read_text()
+    assert "| a | `f` | **1.60×** 500 µs (90% of read) | 1.0e-02, 1.0e-02 |" in once
+    assert once.startswith("before\n") and once.endswith("after\n") and "old" not in once
+    tables.write(page, tmp_path, tmp_path / "images")
+    assert page.read_text() == once
+
+
+def test_the_page_has_a_place_for_the_tables() -> None:
+    text = (BENCHMARKS.parent / "docs" / "BENCHMARKS.md").read_text()
+    assert text.count(tables.BEGIN) == text.count(tables.END) == 1
