@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -67,7 +68,7 @@ class Comparison:
             "isa": native.isa(),
             "threads": threads,
             "shape": SHAPE,
-            "moestro": f"{__version__} {revision()}".strip(),
+            "moestro": revision(),
             "peer": peer,
         }
 
@@ -191,18 +192,22 @@ class Comparison:
 
 
 def revision() -> str:
-    """The last commit that changed what is measured, with a plus if there are changes beyond it;
-    nothing outside a git checkout.
+    """The version in pyproject.toml, as the package need not be installed, and the last commit that
+    changed what is measured, with a plus if there are changes beyond it.
     """
-    git = ["git", "-C", str(peers_cache.ROOT)]
+    root = peers_cache.ROOT
+    declared = re.search(r'^version = "(.+)"$', (root / "pyproject.toml").read_text(), re.MULTILINE)
+    version = declared.group(1) if declared else __version__
     measured = ["--", "src", "csrc", "CMakeLists.txt"]
-    last = subprocess.run(
-        [*git, "log", "-1", "--format=%h", *measured], capture_output=True, text=True
-    )
-    changed = subprocess.run(
-        [*git, "status", "--porcelain", *measured], capture_output=True, text=True
-    )
-    return last.stdout.strip() + ("+" if changed.stdout.strip() else "")
+    last = _git("log", "-1", "--format=%h", *measured)
+    changed = _git("status", "--porcelain", *measured)
+    return f"{version} {last}{'+' if changed else ''}".strip()
+
+
+def _git(*words: str) -> str:
+    """What git says of this checkout; nothing where there is none."""
+    command = ["git", "-C", str(peers_cache.ROOT), *words]
+    return subprocess.run(command, capture_output=True, text=True).stdout.strip()
 
 
 def names(text: str) -> list[str]:
