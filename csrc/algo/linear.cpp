@@ -26,13 +26,13 @@ class Linear final : public Op {
                        0);
     });
     const int64_t chunks = (tokens + kChunkTokens - 1) / kChunkTokens;
-    const int64_t pairs = (a_.weight.row_tiles() + 1) / 2;
-    const int64_t per_task = pairs_per_task(pairs, worker.count());
-    const int64_t ranges = (pairs + per_task - 1) / per_task;
-    worker.for_tasks(chunks * ranges, [&](int64_t task) {
-      const int64_t first = task % ranges * per_task;
+    const Slice pairs = worker.slice((a_.weight.row_tiles() + 1) / 2);
+    const int64_t per_task = pairs_per_task(pairs.size(), worker.node_count());
+    const int64_t ranges = (pairs.size() + per_task - 1) / per_task;
+    worker.for_node_tasks(chunks * ranges, [&](int64_t task) {
+      const int64_t first = pairs.first + task % ranges * per_task;
       multiply(worker, task / ranges * kChunkTokens, tokens, first,
-               std::min(pairs, first + per_task));
+               std::min(pairs.end, first + per_task));
     });
   }
 

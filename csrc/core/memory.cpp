@@ -1,7 +1,10 @@
 #include "core/memory.h"
 
 #include <sys/mman.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
+#include <cerrno>
 #include <cstdint>
 
 namespace moestro {
@@ -10,6 +13,11 @@ namespace {
 constexpr size_t kHugePage = size_t{2} << 20;
 
 size_t whole_pages(size_t nbytes) { return (nbytes + kHugePage - 1) / kHugePage * kHugePage; }
+
+// From <linux/mempolicy.h>; the calls are made without libnuma, which few machines have.
+constexpr int kDefaultPolicy = 0, kPreferred = 1;
+constexpr unsigned kFlagNode = 1, kFlagAddress = 2;
+constexpr int kMaxNodes = 1024;
 
 }  // namespace
 
@@ -31,5 +39,22 @@ std::byte* allocate_pages(size_t nbytes) {
 }
 
 void free_pages(std::byte* p, size_t nbytes) { munmap(p, whole_pages(nbytes)); }
+
+int prefer_node(std::byte* p, size_t nbytes, int node) {
+  constexpr int kBits = 8 * sizeof(unsigned long);
+  if (node >= kMaxNodes) return EINVAL;
+  unsigned long mask[kMaxNodes / kBits] = {};
+  if (node >= 0) mask[node / kBits] = 1ul << (node % kBits);
+  // The kernel reads one bit less than it is told.
+  const long result = node < 0 ? syscall(SYS_mbind, p, nbytes, kDefaultPolicy, nullptr, 0, 0)
+                               : syscall(SYS_mbind, p, nbytes, kPreferred, mask, kMaxNodes + 1, 0);
+  return result == 0 ? 0 : errno;
+}
+
+int node_of(const std::byte* p) {
+  int node = -1;
+  const long result = syscall(SYS_get_mempolicy, &node, nullptr, 0, p, kFlagNode | kFlagAddress);
+  return result == 0 ? node : -errno;
+}
 
 }  // namespace moestro

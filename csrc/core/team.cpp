@@ -8,6 +8,7 @@
 #include <cstring>
 #include <system_error>
 
+#include "core/affinity.h"
 #include "core/error.h"
 
 namespace moestro {
@@ -49,40 +50,96 @@ std::byte* aligned(const std::unique_ptr<std::byte[]>& memory) {
                                       ~uintptr_t{63});
 }
 
+Slice slice_of(int64_t steps, const std::vector<int>& first_worker, int node) {
+  const int64_t threads = first_worker.back();
+  return {steps * first_worker[size_t(node)] / threads,
+          steps * first_worker[size_t(node) + 1] / threads};
+}
+
+// Index of the first worker of each node, and the number of all.
+std::vector<int> first_workers(const std::vector<int>& node) {
+  std::vector<int> first;
+  for (size_t i = 0; i < node.size(); ++i)
+    if (i == 0 || node[i] != node[i - 1]) first.push_back(int(i));
+  first.push_back(int(node.size()));
+  return first;
+}
+
+TeamLayout checked(TeamLayout layout) {
+  const size_t threads = layout.node.size();
+  if (threads < 1 || threads > 1024)
+    throw invalid_request("threads must be between 1 and 1024, got " + std::to_string(threads));
+  if (layout.cpus.size() != threads) throw invalid_request("each thread needs its list of CPUs");
+  for (size_t i = 0; i < threads; ++i) {
+    const int before = i == 0 ? 0 : layout.node[i - 1];
+    if (layout.node[i] != before && (i == 0 || layout.node[i] != before + 1))
+      throw invalid_request("the nodes of threads must ascend from 0 without gaps");
+  }
+  return layout;
+}
+
 }  // namespace
 
+TeamLayout TeamLayout::unplaced(int threads) {
+  const size_t n = threads < 1 ? 0 : size_t(threads);
+  return {std::vector<int>(n, 0), std::vector<std::vector<int>>(n)};
+}
+
 int Worker::count() const { return team_.size(); }
+
+Slice Worker::slice(int64_t steps) const { return slice_of(steps, team_.first_worker_, node_); }
+
+int Worker::node_count() const {
+  return team_.first_worker_[size_t(node_) + 1] - team_.first_worker_[size_t(node_)];
+}
 
 std::byte* Worker::shared() const { return team_.shared_base_; }
 
 void Worker::barrier() { team_.wait_at_barrier(); }
 
-std::atomic<int64_t>& Worker::next_counter() {
-  // The counter of the next phase was last used kCounters - 1 phases ago, and a barrier lies
-  // between this reset and its next use.
+std::atomic<int64_t>& Worker::next_counter(int node) {
+  // The counters of the next phase were last used kCounters - 1 phases ago, and a barrier lies
+  // between this reset and their next use.
   const uint64_t phase = phase_++;
+  const auto nodes = uint64_t(team_.nodes_);
+  Team::Counter* next = &team_.counters_[(phase + 1) % Team::kCounters * nodes];
   if (index_ == 0)
-    team_.counters_[(phase + 1) % Team::kCounters].value.store(0, std::memory_order_relaxed);
-  return team_.counters_[phase % Team::kCounters].value;
+    for (uint64_t n = 0; n < nodes; ++n) next[n].value.store(0, std::memory_order_relaxed);
+  return team_.counters_[phase % Team::kCounters * nodes + uint64_t(node)].value;
 }
 
-Team::Team(int threads) : size_(threads) {
-  if (threads < 1 || threads > 1024)
-    throw invalid_request("threads must be between 1 and 1024, got " + std::to_string(threads));
-  scratch_.reset(new std::byte[size_t(threads) * Worker::kScratchBytes + 64]);
+Team::Team(TeamLayout layout)
+    : layout_(checked(std::move(layout))),
+      size_(int(layout_.node.size())),
+      nodes_(layout_.node.back() + 1),
+      first_worker_(first_workers(layout_.node)),
+      counters_(size_t(kCounters * nodes_)) {
+  const auto threads = size_t(size_);
+  scratch_.reset(new std::byte[threads * Worker::kScratchBytes + 64]);
   scratch_base_ = aligned(scratch_);
-  std::memset(scratch_base_, 0, size_t(threads) * Worker::kScratchBytes);
+  std::memset(scratch_base_, 0, threads * Worker::kScratchBytes);
   shared_.reset(new std::byte[Worker::kSharedBytes + 64]);
   shared_base_ = aligned(shared_);
   threads_.reserve(threads - 1);
   try {
-    for (int i = 1; i < threads; ++i) threads_.emplace_back([this, i] { work(i); });
+    for (int i = 1; i < size_; ++i) start(i);
   } catch (const std::system_error& error) {
     const size_t started = threads_.size() + 1;
     stop();
     throw invalid_request("the system started only " + std::to_string(started) + " of " +
                           std::to_string(threads) + " threads: " + error.what());
   }
+}
+
+void Team::start(int index) {
+  threads_.emplace_back([this, index] { work(index); });
+  const pthread_t thread = threads_.back().native_handle();
+  pthread_setname_np(thread, ("moestro-" + std::to_string(index)).c_str());
+  const std::vector<int>& cpus = layout_.cpus[size_t(index)];
+  if (cpus.empty()) return;
+  if (const int error = keep_on(thread, cpus); error != 0)
+    placement_problem_ = "thread " + std::to_string(index) + " cannot be kept on CPU " +
+                         std::to_string(cpus[0]) + ": " + std::strerror(error);
 }
 
 Team::~Team() { stop(); }
@@ -114,7 +171,8 @@ void Team::wait_at_barrier() {
 }
 
 void Team::run_as(int index, Job& job) {
-  Worker worker(*this, index, scratch_base_ + size_t(index) * Worker::kScratchBytes);
+  Worker worker(*this, index, layout_.node[size_t(index)],
+                scratch_base_ + size_t(index) * Worker::kScratchBytes);
   inside_job = true;
   try {
     job.run(worker);
@@ -138,6 +196,7 @@ void Team::run(Job& job) {
   running_.store(size_ - 1, std::memory_order_relaxed);
   epoch_.fetch_add(1);
   if (parked_.load() > 0) epoch_.notify_all();
+  if (const auto& cpus = layout_.cpus[0]; !cpus.empty()) move_to(cpus);
   run_as(0, job);
   for (int spins = 0; running_.load(std::memory_order_acquire) > 0; ++spins) {
     if (spins < kSpinsBeforeYield) {
@@ -169,8 +228,9 @@ void Team::work(int index) {
 }
 
 namespace {
-int wanted_threads = 1;
-std::shared_ptr<Team>* current_team = nullptr;  // never destroyed at exit: threads may be parked
+// Never destroyed at exit: threads may be parked.
+TeamLayout& wanted_layout = *new TeamLayout(TeamLayout::unplaced(1));
+std::shared_ptr<Team>* current_team = nullptr;
 pid_t team_pid = 0;
 }  // namespace
 
@@ -179,22 +239,35 @@ std::shared_ptr<Team> process_team() {
   const pid_t pid = getpid();
   // Threads do not survive fork: the parent's object is left untouched in the child.
   if (current_team == nullptr || team_pid != pid) current_team = new std::shared_ptr<Team>();
-  if (*current_team == nullptr || (*current_team)->size() != wanted_threads)
-    *current_team = std::make_shared<Team>(wanted_threads);
+  if (*current_team == nullptr || (*current_team)->layout() != wanted_layout)
+    *current_team = std::make_shared<Team>(wanted_layout);
   team_pid = pid;
   return *current_team;
 }
 
-void set_process_threads(int threads) {
-  if (threads < 1 || threads > 1024)
-    throw invalid_request("threads must be between 1 and 1024, got " + std::to_string(threads));
+void set_process_layout(TeamLayout layout) {
+  layout = checked(std::move(layout));
   const std::lock_guard lock(process_mutex);
-  wanted_threads = threads;
+  wanted_layout = std::move(layout);
+}
+
+void set_process_threads(int threads) {
+  if (threads < 1)
+    throw invalid_request("threads must be between 1 and 1024, got " + std::to_string(threads));
+  set_process_layout(TeamLayout::unplaced(threads));
 }
 
 int process_threads() {
   const std::lock_guard lock(process_mutex);
-  return wanted_threads;
+  return int(wanted_layout.node.size());
+}
+
+std::vector<Slice> process_slices(int64_t steps) {
+  const std::lock_guard lock(process_mutex);
+  const std::vector<int> first = first_workers(wanted_layout.node);
+  std::vector<Slice> slices;
+  for (int n = 0; n + 1 < int(first.size()); ++n) slices.push_back(slice_of(steps, first, n));
+  return slices;
 }
 
 }  // namespace moestro

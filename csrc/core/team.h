@@ -5,6 +5,9 @@
 // of one); between jobs they spin for about a millisecond and then park, so an idle process uses no
 // CPU. An exception in any worker releases all the others from their barriers and reaches the
 // caller.
+//
+// Workers belong to NUMA nodes, consecutive ones to the same. Output channels are sliced between
+// nodes, so that weights are read only from local memory; tasks are claimed only within a node.
 #pragma once
 
 #include <atomic>
@@ -13,6 +16,7 @@
 #include <exception>
 #include <memory>
 #include <mutex>
+#include <string>
 #include <thread>
 #include <vector>
 
@@ -20,18 +24,38 @@ namespace moestro {
 
 class Team;
 
+// Where the workers of a team belong. Both lists have one entry per worker.
+struct TeamLayout {
+  std::vector<int> node;               // 0..nodes-1, ascending, none left out
+  std::vector<std::vector<int>> cpus;  // logical CPUs it is kept on; empty: any
+
+  // Workers that may run anywhere, all on one node.
+  static TeamLayout unplaced(int threads);
+  bool operator==(const TeamLayout&) const = default;
+};
+
+// Consecutive steps [first, end).
+struct Slice {
+  int64_t first, end;
+  int64_t size() const { return end - first; }
+};
+
 // One worker's view of a running job.
 class Worker {
  public:
   static constexpr size_t kScratchBytes = size_t{1} << 20;
   static constexpr size_t kSharedBytes = size_t{16} << 20;
 
-  Worker(Team& team, int index, std::byte* scratch)
-      : team_(team), index_(index), scratch_(scratch) {}
+  Worker(Team& team, int index, int node, std::byte* scratch)
+      : team_(team), index_(index), node_(node), scratch_(scratch) {}
 
   int index() const { return index_; }
   int count() const;
   bool lead() const { return index_ == 0; }
+  // The part of `steps` steps of output channels that this worker's node computes.
+  Slice slice(int64_t steps) const;
+  // Workers of this worker's node.
+  int node_count() const;
   // Private 64-byte aligned memory of kScratchBytes, valid within one phase.
   std::byte* scratch() const { return scratch_; }
   // Memory of kSharedBytes that all workers share, 64-byte aligned, uninitialized, valid within one
@@ -45,7 +69,19 @@ class Worker {
   // Ends with a barrier.
   template <class F>
   void for_tasks(int64_t n, F&& f) {
-    std::atomic<int64_t>& counter = next_counter();
+    claim(next_counter(0), n, f);
+  }
+
+  // Likewise for tasks 0..n-1 of this worker's node, which n may depend on. All workers of the team
+  // must call it.
+  template <class F>
+  void for_node_tasks(int64_t n, F&& f) {
+    claim(next_counter(node_), n, f);
+  }
+
+ private:
+  template <class F>
+  void claim(std::atomic<int64_t>& counter, int64_t n, F& f) {
     for (;;) {
       const int64_t task = counter.fetch_add(1, std::memory_order_relaxed);
       if (task >= n) break;
@@ -53,12 +89,11 @@ class Worker {
     }
     barrier();
   }
-
- private:
-  std::atomic<int64_t>& next_counter();
+  std::atomic<int64_t>& next_counter(int node);
 
   Team& team_;
   int index_;
+  int node_;
   uint64_t phase_ = 0;
   std::byte* scratch_;
 };
@@ -73,12 +108,15 @@ class Job {
 
 class Team {
  public:
-  explicit Team(int threads);
+  explicit Team(TeamLayout layout);
   ~Team();
   Team(const Team&) = delete;
   Team& operator=(const Team&) = delete;
 
   int size() const { return size_; }
+  const TeamLayout& layout() const { return layout_; }
+  // Why workers are not on their CPUs; empty if they are.
+  const std::string& placement_problem() const { return placement_problem_; }
   void run(Job& job);
 
  private:
@@ -89,12 +127,17 @@ class Team {
     std::atomic<int64_t> value{0};
   };
 
+  void start(int index);
   void work(int index);
   void stop();
   void run_as(int index, Job& job);
   void wait_at_barrier();
 
+  const TeamLayout layout_;
   const int size_;
+  const int nodes_;
+  std::vector<int> first_worker_;  // of each node, and size_
+  std::string placement_problem_;
   std::vector<std::thread> threads_;
   std::unique_ptr<std::byte[]> scratch_;
   std::byte* scratch_base_ = nullptr;
@@ -102,7 +145,7 @@ class Team {
   std::byte* shared_base_ = nullptr;
   Job* job_ = nullptr;
   bool stopping_ = false;
-  Counter counters_[kCounters];
+  std::vector<Counter> counters_;  // [kCounters][nodes]
   alignas(64) std::atomic<uint32_t> epoch_{0};
   alignas(64) std::atomic<int> parked_{0};
   alignas(64) std::atomic<int> arrived_{0};
@@ -114,10 +157,13 @@ class Team {
 };
 
 // The process's team, made on first use. A forked child gets a new one. Jobs of all callers run one
-// after the other, also across a change of set_process_threads().
+// after the other, also across a change of layout.
 std::shared_ptr<Team> process_team();
-void set_process_threads(int threads);
+void set_process_layout(TeamLayout layout);
+void set_process_threads(int threads);  // unplaced
 int process_threads();
+// What each node of the process's team computes of `steps` steps of output channels.
+std::vector<Slice> process_slices(int64_t steps);
 
 template <class F>
 void run_on_team(F&& body) {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import platform
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -14,6 +14,9 @@ from moestro.cli._terminal import print_json
 from moestro.core import env, log
 from moestro.core.errors import MoestroError, SelfCheckError
 from moestro.core.units import format_bytes
+
+if TYPE_CHECKING:
+    from moestro.machine.facts import MachineFacts
 
 _HUGE_PAGE_TEST = 16 << 20
 _PACKAGES = ("moestro", "torch", "numpy", "tokenizers", "jinja2", "huggingface_hub")
@@ -40,7 +43,7 @@ def collect() -> dict[str, Any]:
     native = _native()
     return {
         "machine": dataclasses.asdict(machine) | {"physical_cores": machine.physical_cores},
-        "threads": env.threads() or machine.threads,
+        **_team(machine, native),
         "native": native,
         "self_check": {} if "problem" in native else _self_check.collect(native["built"]),
         "huge_pages": _huge_pages(machine.huge_pages),
@@ -70,6 +73,22 @@ def _native() -> dict[str, Any]:
         "supported": list(native.supported_isas()),
         "built": list(native.built_isas()),
     }
+
+
+def _team(machine: MachineFacts, native: dict[str, Any]) -> dict[str, Any]:
+    """The team a run would get, made here to see whether the system allows it."""
+    from moestro import devices
+    from moestro.machine.placement import place
+
+    placed = place(
+        machine,
+        threads=env.threads(),
+        pin=env.pin() or "auto",
+        numa_nodes=env.numa_nodes(),
+    )
+    if "problem" not in native:
+        devices.get("cpu").set_threads()  # notes a fallback if not
+    return {"threads": placed.threads, "placement": dataclasses.asdict(placed)}
 
 
 def _huge_pages(setting: str) -> dict[str, Any]:
@@ -162,6 +181,21 @@ def _huge_pages_line(found: dict[str, Any]) -> str:
     )
 
 
+def _threads_line(report: dict[str, Any]) -> str:
+    placed = report["placement"]
+    if "pin" in report["fallbacks"]:
+        where = "not pinned (see fallbacks)"
+    else:
+        where = {
+            "core": "each kept on a core of its own",
+            "node": "kept on their node's cores",
+            "none": "not pinned",
+        }[placed["pin"]]
+    nodes = len(placed["node_numbers"])
+    sliced = f", weights sliced over {nodes} NUMA nodes" if nodes > 1 else ""
+    return f"{report['threads']}, {where}{sliced}"
+
+
 def _used_lines(report: dict[str, Any]) -> list[tuple[str, str]]:
     native = report["native"]
     if "problem" in native:
@@ -172,7 +206,7 @@ def _used_lines(report: dict[str, Any]) -> list[tuple[str, str]]:
         kernels += f"; also possible: {', '.join(others)}" if others else ""
     return [
         ("kernels", kernels),
-        ("threads", str(report["threads"])),
+        ("threads", _threads_line(report)),
         ("devices", ", ".join(report["devices"])),
         ("fallbacks", "; ".join(report["fallbacks"].values()) or "none"),
         ("versions", ", ".join(f"{k} {v}" for k, v in report["versions"].items())),

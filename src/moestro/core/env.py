@@ -15,12 +15,17 @@ def isa() -> str | None:
 
 def threads() -> int | None:
     """``MOESTRO_THREADS``: number of compute threads."""
-    raw = os.environ.get("MOESTRO_THREADS")
-    if not raw:
-        return None
-    if not raw.isdigit() or int(raw) < 1:
-        raise InvalidRequest(f"MOESTRO_THREADS={raw!r} is not a positive whole number")
-    return int(raw)
+    return _positive("MOESTRO_THREADS")
+
+
+def pin() -> str | None:
+    """``MOESTRO_PIN``: where compute threads are kept (see ``machine.placement.PINS``)."""
+    return os.environ.get("MOESTRO_PIN") or None
+
+
+def numa_nodes() -> int | None:
+    """``MOESTRO_NUMA``: number of NUMA nodes that weights are sliced over."""
+    return _positive("MOESTRO_NUMA")
 
 
 def log_level() -> str:
@@ -40,3 +45,12 @@ def cache_dir() -> Path:
 def hub_offline() -> bool:
     """``HF_HUB_OFFLINE``: never touch the network for a hub id."""
     return os.environ.get("HF_HUB_OFFLINE", "").lower() in {"1", "true", "yes", "on"}
+
+
+def _positive(name: str) -> int | None:
+    raw = os.environ.get(name)
+    if not raw:
+        return None
+    if not raw.isdigit() or int(raw) < 1:
+        raise InvalidRequest(f"{name}={raw!r} is not a positive whole number")
+    return int(raw)

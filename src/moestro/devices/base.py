@@ -26,8 +26,16 @@ class Device(Protocol):
         """The instruction set its kernels use now, or the library that computes."""
         ...
 
-    def set_threads(self, threads: int) -> None:
-        """Compute with this many threads from now on, in the whole process."""
+    def set_threads(
+        self,
+        threads: int | None = None,
+        *,
+        pin: str | None = None,
+        numa_nodes: int | None = None,
+    ) -> int:
+        """Compute with this many threads from now on, in the whole process; returns how many.
+        What is None is chosen from the environment and the machine (see ``machine.placement``).
+        """
         ...
 
     def check_formats(self, names: Collection[str]) -> None:

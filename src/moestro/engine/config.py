@@ -13,6 +13,7 @@ from typing import Any
 
 from moestro.core import units
 from moestro.core.errors import InvalidRequest
+from moestro.machine.placement import PINS
 
 #: positions per KV page must be a multiple of this (see ``ops.contracts.KvLayer``)
 PAGE_MULTIPLE = 16
@@ -48,6 +49,16 @@ class EngineConfig:
     threads: int | None = _knob(
         None, "compute threads; default: one per physical core this process may use"
     )
+    pin: str | None = _knob(
+        None,
+        f"where compute threads are kept: {', '.join(PINS)}; default: auto, which is core when the "
+        "threads have all cores this process may use",
+    )
+    numa_nodes: int | None = _knob(
+        None,
+        "NUMA nodes that weights are sliced over, 1 for no slicing; default: those this process "
+        "may use",
+    )
     memory: str | None = _knob(
         None,
         "memory budget for weights, KV cache and buffers, for example 24GiB; default: what is "
@@ -55,9 +66,16 @@ class EngineConfig:
     )
 
     def __post_init__(self) -> None:
-        for name in ("context", "max_sequences", "max_batch_tokens", "page_size", "threads"):
+        for name in (
+            "context",
+            "max_sequences",
+            "max_batch_tokens",
+            "page_size",
+            "threads",
+            "numa_nodes",
+        ):
             value = getattr(self, name)
-            if value is None and name in ("context", "threads"):
+            if value is None and name in ("context", "threads", "numa_nodes"):
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise InvalidRequest(f"{name} must be a positive whole number, got {value!r}")
@@ -73,6 +91,8 @@ class EngineConfig:
             raise InvalidRequest(
                 f"kv_dtype must be one of {', '.join(KV_DTYPES)}, got {self.kv_dtype!r}"
             )
+        if self.pin is not None and self.pin not in PINS:
+            raise InvalidRequest(f"pin must be one of {', '.join(PINS)}, got {self.pin!r}")
         if self.max_batch_tokens < self.max_sequences:
             raise InvalidRequest(
                 f"max_batch_tokens ({self.max_batch_tokens}) must be at least max_sequences "

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from moestro import devices, models
 from moestro.checkpoints import Checkpoint, open_checkpoint
 from moestro.checkpoints.packed import PackedCheckpoint
-from moestro.core import env
 from moestro.core.errors import CheckpointError
 from moestro.engine.config import EngineConfig
 from moestro.engine.engine import Engine
@@ -70,8 +69,7 @@ def load_engine(
     start = time.monotonic()
     policy = FormatPolicy.parse(formats or "")
     target = devices.get(device)
-    threads = config.threads or env.threads() or facts.gather().threads
-    target.set_threads(threads)
+    threads = target.set_threads(config.threads, pin=config.pin, numa_nodes=config.numa_nodes)
     checkpoint = open_checkpoint(model, revision=revision, offline=offline)
     try:
         description = models.describe(checkpoint)

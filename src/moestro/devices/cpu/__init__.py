@@ -6,11 +6,12 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from moestro import native
-from moestro.core import env
+from moestro.core import env, log
 from moestro.devices.base import Device
 from moestro.devices.cpu import self_check
 from moestro.devices.cpu.ops import CpuOps
 from moestro.machine import facts
+from moestro.machine.placement import place
 from moestro.ops.contracts import Ops
 
 
@@ -27,9 +28,33 @@ class CpuDevice:
         isa: str = native.isa()
         return isa
 
-    def set_threads(self, threads: int) -> None:
-        """InvalidRequest outside 1..1024."""
-        native.set_threads(threads)
+    def set_threads(
+        self,
+        threads: int | None = None,
+        *,
+        pin: str | None = None,
+        numa_nodes: int | None = None,
+    ) -> int:
+        """InvalidRequest for what cannot be placed. What the system does not allow is said as a
+        fallback.
+        """
+        machine = facts.gather()
+        placed = place(
+            machine,
+            threads=threads or env.threads(),
+            pin=pin or env.pin() or "auto",
+            numa_nodes=numa_nodes or env.numa_nodes(),
+        )
+        problem = native.set_team(placed.nodes, placed.cpus, placed.node_numbers)
+        if problem:
+            log.warn_once("pin", f"threads are not pinned: {problem}; with pin=none nobody tries")
+        if placed.threads > machine.threads:
+            log.warn_once(
+                "threads",
+                f"{placed.threads} threads share {machine.threads} usable cores and wait for each "
+                f"other; use at most {machine.threads}",
+            )
+        return placed.threads
 
     def check_formats(self, names: Collection[str]) -> None:
         """SelfCheckError if a kernel in use does not give what the reference does."""
@@ -37,9 +62,10 @@ class CpuDevice:
 
 
 def open_device() -> Device:
-    """The device. Unless ``MOESTRO_THREADS`` says otherwise, the team gets one thread per physical
-    core that this process may use, no more than its control group pays for.
+    """The device. The team gets one thread per physical core that this process may use, no more
+    than its control group pays for, each kept on its core; ``MOESTRO_THREADS``, ``MOESTRO_PIN`` and
+    ``MOESTRO_NUMA`` say otherwise.
     """
-    if env.threads() is None:
-        native.set_threads(facts.gather().threads)
-    return CpuDevice()
+    device = CpuDevice()
+    device.set_threads()
+    return device

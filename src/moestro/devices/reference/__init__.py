@@ -7,7 +7,9 @@ from dataclasses import dataclass, field
 
 import torch
 
+from moestro.core import env
 from moestro.devices.base import Device
+from moestro.machine import facts
 from moestro.ops.contracts import Ops
 from moestro.ops.reference import ReferenceOps
 
@@ -20,8 +22,16 @@ class ReferenceDevice:
     ops: Ops = field(default_factory=ReferenceOps)
     isa: str = "torch"
 
-    def set_threads(self, threads: int) -> None:
-        torch.set_num_threads(threads)
+    def set_threads(
+        self,
+        threads: int | None = None,
+        *,
+        pin: str | None = None,
+        numa_nodes: int | None = None,
+    ) -> int:
+        """Torch's threads, which know no places."""
+        torch.set_num_threads(threads or env.threads() or facts.gather().threads)
+        return torch.get_num_threads()
 
     def check_formats(self, names: Collection[str]) -> None:
         """Nothing: there are no kernels that could be wrong."""
