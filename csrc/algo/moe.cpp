@@ -6,7 +6,9 @@
 //      into the tokens' rows. So every sum has one order, with no atomics and no scratch per
 //      expert.
 // Each expert's kernel is chosen by its own token count. h rows are in expert order, so phase 3
-// reads them in place.
+// reads them in place. In phases 2 and 3 each NUMA node has its slice of the output channels:
+// weights are read only locally, the small h is exchanged through shared memory, and no sum is
+// split.
 #include "algo/moe.h"
 
 #include <algorithm>
@@ -73,29 +75,31 @@ class Moe final : public Op {
       }
     });
     const auto spans = static_cast<int64_t>(spans_.size());
-    const int64_t blocks = ceil_div(a_.gate.matrix.rows, kPairChannels);
     const int64_t task_bytes =
         tokens * a_.top_k < kSharedTokens * spans ? kTaskBytes : kSharedTaskBytes;
-    const int64_t step = per_task(blocks, spans, worker.count(), task_bytes,
+    const Slice blocks = worker.slice(ceil_div(a_.gate.matrix.rows, kPairChannels));
+    const int64_t step = per_task(blocks.size(), spans, worker.node_count(), task_bytes,
                                   2 * (a_.gate.matrix.stride() + a_.up.matrix.stride()));
-    const int64_t ranges = ceil_div(blocks, step);
-    worker.for_tasks(spans * ranges, [&](int64_t task) {
-      const int64_t first = task % ranges * step;
-      gate_up(worker, spans_[size_t(task / ranges)], first, std::min(blocks, first + step));
+    const int64_t ranges = ceil_div(blocks.size(), step);
+    worker.for_node_tasks(spans * ranges, [&](int64_t task) {
+      const int64_t first = blocks.first + task % ranges * step;
+      gate_up(worker, spans_[size_t(task / ranges)], first, std::min(blocks.end, first + step));
     });
-    const int64_t pairs = ceil_div(a_.down.matrix.row_tiles(), 2);
+    const Slice pairs = worker.slice(ceil_div(a_.down.matrix.row_tiles(), 2));
     const int64_t width =
-        per_task(pairs, 1, worker.count(), task_bytes, 2 * a_.down.matrix.stride());
-    worker.for_tasks(ceil_div(pairs, width), [&](int64_t task) {
-      down(worker, tokens, task * width, std::min(pairs, (task + 1) * width));
+        per_task(pairs.size(), 1, worker.node_count(), task_bytes, 2 * a_.down.matrix.stride());
+    worker.for_node_tasks(ceil_div(pairs.size(), width), [&](int64_t task) {
+      const int64_t first = pairs.first + task * width;
+      down(worker, tokens, first, std::min(pairs.end, first + width));
     });
   }
 
  private:
   // Steps per task: about task_bytes of weights, but at least six tasks per worker; tasks as equal
-  // as they come.
+  // as they come. A node's slice may have no steps.
   static int64_t per_task(int64_t steps, int64_t copies, int workers, int64_t task_bytes,
                           int64_t bytes_per_step) {
+    if (steps == 0) return 1;
     const int64_t by_bytes = std::max<int64_t>(1, task_bytes / bytes_per_step);
     const int64_t by_balance = std::max<int64_t>(1, steps * copies / (6 * workers));
     const int64_t most = std::min({by_bytes, by_balance, steps});

@@ -27,6 +27,8 @@ void multiply_by(const IsaTable& table, const PackedMatrix& weight, const float*
     job.tile_blocks = weight.tile_blocks;
     job.tile_bytes = weight.tile_bytes;
     job.blocks = weight.blocks();
+    job.run_end = weight.data + weight.nbytes();
+    job.run_jump = weight.data - job.run_end;
     job.act = act.view();
     job.m = static_cast<int>(tokens);
     job.out = result.data();

@@ -116,6 +116,21 @@ def make(
     )
 
 
+@pytest.mark.parametrize("tokens", [1, 7, 130])
+@pytest.mark.parametrize(
+    "names", [("int4-g32", "int4-g32", "int4-g32"), ("k4", "k4", "k6"), ("f32", "f32", "f32")]
+)
+def test_same_bits_on_any_number_of_nodes(names: tuple[str, str, str], tokens: int) -> None:
+    for hidden, inter in ((160, 96), (32, 40)):  # the second has fewer channels than nodes
+        case = make(names, tokens=tokens, hidden=hidden, inter=inter)
+        with cases.running(native.isa(), 1):
+            expected = case.run()
+            for team in ((2,), (1, 1), (2, 1), (1, 1, 1, 1), (2, 2, 2, 2)):
+                nodes = [node for node, threads in enumerate(team) for _ in range(threads)]
+                native.set_team(nodes, [()] * len(nodes), [0] * len(team))
+                assert torch.equal(case.run(), expected), team
+
+
 def close(found: Tensor, exact: Tensor, tolerance: float) -> bool:
     return float((found.double() - exact).abs().max()) <= tolerance * float(exact.abs().max())
 

@@ -16,6 +16,7 @@ from moestro import native
 from moestro.core.errors import OutOfBudget
 from moestro.core.units import format_bytes
 from moestro.formats.base import round_up
+from moestro.memory.numa import Stored, spread
 
 #: bytes taken from the system at a time; larger tensors get memory of their own
 CHUNK_NBYTES = 32 << 20
@@ -68,8 +69,10 @@ class HugePageArena:
         self._used = round_up(start + nbytes, ALIGNMENT)
         return self._chunk[start : start + nbytes]
 
-    def copy(self, data: Tensor) -> Tensor:
-        """The bytes of ``data`` (uint8, 1-D) on huge pages."""
-        out = self.take(data.numel())
-        out.copy_(data)
+    def matrix(self, rows: int, nbytes: int) -> Tensor:
+        """``take`` for a packed matrix of so many output channels: its pages come from the NUMA
+        nodes that read them.
+        """
+        out = self.take(nbytes)
+        spread(out, [Stored(start=0, rows=rows, nbytes=nbytes)])
         return out

@@ -17,6 +17,7 @@ from moestro.core.errors import CheckpointError, InvalidRequest
 from moestro.core.units import format_bytes
 from moestro.formats.base import PackedWeight, round_up
 from moestro.memory.arena import aligned_buffer
+from moestro.memory.numa import Stored, spread
 from moestro.ops.contracts import ExpertBiases, Ops, Projection
 
 #: start of each projection in a blob, bytes: a vector load and a cache line
@@ -62,10 +63,23 @@ class BlobLayout:
         blob[end:] = 0
 
 
+def _on_nodes(layout: BlobLayout, num_experts: int) -> Tensor:
+    """Memory for a bank, its pages on the nodes that read them."""
+    buffer = aligned_buffer(layout.nbytes * num_experts)
+    stored = []
+    for expert in range(num_experts):
+        for index, part in enumerate(layout.projections):
+            start, stop = (expert * layout.nbytes + at for at in layout.part_range(index))
+            stored.append(Stored(start=start, rows=part.rows, nbytes=stop - start))
+    spread(buffer, stored)
+    return buffer
+
+
 class ExpertBank:
     """All E experts of one layer; implements ``ops.contracts.ExpertTable``.
 
-    ``buffer`` is uint8 [E * blob nbytes], 4096-aligned. Views handed out share its memory.
+    ``buffer`` is uint8 [E * blob nbytes], 4096-aligned; without one the bank takes zeroed memory of
+    its own, whose pages come from the NUMA nodes that read them. Views handed out share it.
     ``biases`` lie beside it: they are small, and every tier needs them.
     """
 
@@ -79,7 +93,7 @@ class ExpertBank:
         name: str = "experts",
     ) -> None:
         size = layout.nbytes * num_experts
-        self.buffer = aligned_buffer(size) if buffer is None else buffer
+        self.buffer = _on_nodes(layout, num_experts) if buffer is None else buffer
         if self.buffer.dtype != torch.uint8 or self.buffer.numel() != size:
             raise CheckpointError(
                 f"{name}: {num_experts} experts take {size} bytes, got {self.buffer.numel()} of "

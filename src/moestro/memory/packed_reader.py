@@ -55,9 +55,11 @@ def load_packed(
                 reads.fill(spec.key, bank.buffer)
                 weights[spec.key] = bank
                 continue
-            data = arena.take(entry.info.nbytes)
+            nbytes = entry.info.nbytes
+            is_matrix = entry.kind == "matrix"
+            data = arena.matrix(entry.shape[0], nbytes) if is_matrix else arena.take(nbytes)
             reads.fill(spec.key, data)
-            if entry.kind == "matrix":
+            if is_matrix:
                 weights[spec.key] = PackedWeight(
                     format=formats.get(entry.format_name),
                     rows=entry.shape[0],
