@@ -40,6 +40,11 @@ def packed_buffer(nbytes: int) -> Tensor:
         ) from error
 
 
+def placed(packed: Tensor, out: Tensor | None) -> Tensor:
+    """``packed``, in ``out`` if given."""
+    return packed if out is None else out.copy_(packed)
+
+
 class Format(ABC):
     """One packed layout. Instances are immutable and shared; get them by ``formats.get(name)``."""
 
@@ -57,20 +62,23 @@ class Format(ABC):
         """Bytes of one tile for a matrix of ``cols`` input channels."""
 
     @abstractmethod
-    def pack(self, weight: Tensor, *, importance: Tensor | None = None) -> Tensor:
-        """Quantize float rows [N, K] with error-minimizing scales -> uint8 [nbytes].
+    def pack(
+        self, weight: Tensor, *, importance: Tensor | None = None, out: Tensor | None = None
+    ) -> Tensor:
+        """Quantize float rows [N, K] with error-minimizing scales -> uint8 [nbytes], in ``out`` if
+        given.
 
         ``importance`` float32 [K] weights the squared error of each input channel. Raises
         CheckpointError for non-finite weights.
         """
 
     def pack_measured(
-        self, weight: Tensor, *, importance: Tensor | None = None
+        self, weight: Tensor, *, importance: Tensor | None = None, out: Tensor | None = None
     ) -> tuple[Tensor, float, float]:
         """``pack``, with the squared error it made and the squared norm of the weights (both of the
         weights as they are: importance does not count).
         """
-        packed = self.pack(weight, importance=importance)
+        packed = self.pack(weight, importance=importance, out=out)
         wide = weight.to(torch.float32).numpy()
         difference = self.unpack(packed, *weight.shape).numpy() - wide
         error, norm = (
@@ -85,8 +93,12 @@ class Format(ABC):
         return False
 
     @abstractmethod
-    def pack_exact(self, source_type: str, raw: Tensor, rows: int, cols: int) -> Tensor:
-        """Repack checkpoint bytes (uint8) of a type in ``exact_from`` without loss -> uint8."""
+    def pack_exact(
+        self, source_type: str, raw: Tensor, rows: int, cols: int, *, out: Tensor | None = None
+    ) -> Tensor:
+        """Repack checkpoint bytes (uint8) of a type in ``exact_from`` without loss -> uint8
+        [nbytes], in ``out`` if given.
+        """
 
     def pack_codes(self, codes: Tensor, scales: Tensor, zeros: Tensor | None = None) -> Tensor:
         """Pack a weight that is quantized already, without loss -> uint8 [nbytes].

@@ -24,7 +24,14 @@ from torch import Tensor
 
 import moestro._core as core
 from moestro.core.errors import CheckpointError, UnsupportedFormat
-from moestro.formats.base import LANES, Format, packed_buffer, require_finite, round_up
+from moestro.formats.base import (
+    LANES,
+    Format,
+    packed_buffer,
+    placed,
+    require_finite,
+    round_up,
+)
 
 #: channels in one code block of every integer format
 BLOCK = 32
@@ -75,30 +82,36 @@ class TiledFormat(Format):
             return bool(core.can_repack(self.name, source_type))
         return bool(core.can_quantize(self.name))
 
-    def pack(self, weight: Tensor, *, importance: Tensor | None = None) -> Tensor:
+    def pack(
+        self, weight: Tensor, *, importance: Tensor | None = None, out: Tensor | None = None
+    ) -> Tensor:
         if not core.can_quantize(self.name) or not weight.numel():
-            return self.pack_reference(weight, importance=importance)
-        return self.pack_measured(weight, importance=importance)[0]
+            return placed(self.pack_reference(weight, importance=importance), out)
+        return self.pack_measured(weight, importance=importance, out=out)[0]
 
     def pack_measured(
-        self, weight: Tensor, *, importance: Tensor | None = None
+        self, weight: Tensor, *, importance: Tensor | None = None, out: Tensor | None = None
     ) -> tuple[Tensor, float, float]:
         if not core.can_quantize(self.name) or not weight.numel():
-            return super().pack_measured(weight, importance=importance)
+            return super().pack_measured(weight, importance=importance, out=out)
         rows, cols = self._matrix_shape(weight)
         values = weight if weight.dtype in _NATIVE_DTYPES else weight.to(torch.float32)
         weights = self._channel_weights(importance, cols, self.padded_cols(cols))
-        out = packed_buffer(self.nbytes(rows, cols))
+        if out is None:
+            out = packed_buffer(self.nbytes(rows, cols))
         error, norm = core.quantize(self.name, values.detach().contiguous(), weights, out)
         return out, error, norm
 
-    def pack_exact(self, source_type: str, raw: Tensor, rows: int, cols: int) -> Tensor:
+    def pack_exact(
+        self, source_type: str, raw: Tensor, rows: int, cols: int, *, out: Tensor | None = None
+    ) -> Tensor:
         if source_type not in self.exact_from:
             raise self.refuse(source_type)
         if not core.can_repack(self.name, source_type) or not raw.numel():
-            return self.pack_exact_reference(source_type, raw, rows, cols)
+            return placed(self.pack_exact_reference(source_type, raw, rows, cols), out)
         self._check_source(source_type, raw, rows, cols)
-        out = packed_buffer(self.nbytes(rows, cols))
+        if out is None:
+            out = packed_buffer(self.nbytes(rows, cols))
         core.repack(self.name, source_type, raw.contiguous().view(-1), rows, cols, out)
         return out
 

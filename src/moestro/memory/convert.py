@@ -22,6 +22,7 @@ from moestro.checkpoints.packed import (
     read_manifest,
 )
 from moestro.core.errors import CheckpointError, InvalidRequest, UnsupportedFormat
+from moestro.formats.base import packed_buffer
 from moestro.memory.packed_writer import PackedWriter, Sink
 from moestro.memory.packing import ErrorSum, Importance, Packer
 from moestro.memory.policy import FormatPolicy
@@ -201,7 +202,9 @@ def _put_shared(
         if item.format is None:
             sink(packer.vector(item).view(-1).view(torch.uint8))
         else:
-            sink(packer.matrix(item, total))
+            packed = packed_buffer(_nbytes(item))
+            packer.pack_matrix(item, packer.read_matrix(item), packed, total)
+            sink(packed)
         errors[item.spec.key] = total.relative
         meter.advance(item.source_nbytes)
     return errors
@@ -229,9 +232,9 @@ def _shared_header(items: Sequence[Source]) -> bytes:
 
 def _put_bank(sink: Sink, packer: Packer, bank: ExpertsSource, meter: _Meter) -> dict[str, float]:
     layout, total = bank.layout, ErrorSum()
-    blob = torch.empty(layout.nbytes, dtype=torch.uint8)
+    blob = torch.zeros(layout.nbytes, dtype=torch.uint8)
     for index in range(bank.num_experts):
-        layout.fill(blob, packer.expert(bank, index, total))
+        packer.pack_expert(bank, index, packer.read_expert(bank, index), blob, total)
         sink(blob)
         meter.advance(bank.source_nbytes // bank.num_experts)
     return {bank.spec.key: total.relative}

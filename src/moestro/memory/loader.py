@@ -1,9 +1,13 @@
-"""Loads a model's weights into RAM, one tensor or one expert at a time."""
+"""Loads a model's weights into RAM: each tensor or expert is packed straight into its place, while
+the next ones are read.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from functools import partial
+from typing import cast
 
 from torch import Tensor
 
@@ -15,7 +19,9 @@ from moestro.memory.expert_bank import ExpertBank
 from moestro.memory.packed_reader import load_packed
 from moestro.memory.packing import Packer
 from moestro.memory.policy import FormatPolicy
-from moestro.memory.sources import ExpertsSource, Source, resolve
+from moestro.memory.read_ahead import Read, read_ahead
+from moestro.memory.sources import ExpertsSource, Resolved, Source, resolve
+from moestro.memory.stored_rows import StoredRows
 from moestro.memory.weights import WeightSpec
 
 Progress = Callable[[int, int], None]
@@ -43,47 +49,66 @@ def load_weights(
     sources = resolve(checkpoint, specs, policy)
     total = sum(source.source_nbytes for source in sources)
     weights: Weights = {}
+    arena = HugePageArena()
     done = 0
     report(done, total)
-    with Packer(checkpoint) as packer:
+    with Packer(checkpoint) as packer, closing(read_ahead(_reads(packer, sources))) as read:
         for source in sources:
             key = source.spec.key
             if isinstance(source, ExpertsSource):
-                weights[key] = _load_experts(packer, source, done, total, report)
+                weights[key] = _load_experts(packer, source, read, done, total, report)
             else:
-                weights[key] = _load_one(packer, source)
+                weights[key] = _load_one(packer, source, read, arena)
             done += source.source_nbytes
             report(done, total)
-    return _on_huge_pages(weights)
-
-
-def _on_huge_pages(weights: Weights) -> Weights:
-    """Moves the matrices, one at a time: experts have huge pages from the start."""
-    arena = HugePageArena()
-    for key, weight in weights.items():
-        if isinstance(weight, PackedWeight):
-            weights[key] = replace(weight, data=arena.copy(weight.data))
     return weights
 
 
-def _load_one(packer: Packer, source: Source) -> PackedWeight | Tensor:
+# What is read of one vector, matrix or expert.
+_Stored = Tensor | StoredRows | list[StoredRows]
+
+
+def _reads(packer: Packer, sources: Sequence[Resolved]) -> Iterator[Read[_Stored]]:
+    """One per vector, matrix and expert, in the order in which they are packed."""
+    for source in sources:
+        if isinstance(source, ExpertsSource):
+            nbytes = source.source_nbytes // source.num_experts
+            for index in range(source.num_experts):
+                yield Read(nbytes=nbytes, run=partial(packer.read_expert, source, index))
+        else:
+            run = packer.vector if source.format is None else packer.read_matrix
+            yield Read(nbytes=source.source_nbytes, run=partial(run, source))
+
+
+def _load_one(
+    packer: Packer, source: Source, read: Iterator[_Stored], arena: HugePageArena
+) -> PackedWeight | Tensor:
+    stored = next(read)
     if source.format is None:
-        return packer.vector(source)
+        return cast(Tensor, stored)
+    data = arena.matrix(source.rows, source.format.nbytes(source.rows, source.cols))
+    packer.pack_matrix(source, cast(StoredRows, stored), data)
     return PackedWeight(
         format=source.format,
         rows=source.rows,
         cols=source.cols,
-        data=packer.matrix(source),
+        data=data,
         name=source.spec.key,
     )
 
 
 def _load_experts(
-    packer: Packer, source: ExpertsSource, done: int, total: int, report: Progress
+    packer: Packer,
+    source: ExpertsSource,
+    read: Iterator[_Stored],
+    done: int,
+    total: int,
+    report: Progress,
 ) -> ExpertBank:
     spec = source.spec
     bank = ExpertBank(source.layout, source.num_experts, activation=spec.activation, name=spec.key)
     for index in range(source.num_experts):
-        bank.layout.fill(bank.blob(index), packer.expert(source, index))
+        stored = cast("list[StoredRows]", next(read))
+        packer.pack_expert(source, index, stored, bank.blob(index))
         report(done + source.source_nbytes * (index + 1) // source.num_experts, total)
     return bank

@@ -7,7 +7,7 @@ lists the source's type; anything else happens only because the policy named tha
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -18,7 +18,7 @@ from moestro.checkpoints.quant_codes import Codes, read_codes
 from moestro.checkpoints.quantized import QuantizedInfo
 from moestro.core import env
 from moestro.core.errors import CheckpointError, UnsupportedFormat
-from moestro.formats.base import LANES, Format, packed_buffer, require_finite
+from moestro.formats.base import LANES, Format, require_finite
 from moestro.machine import facts
 from moestro.memory.expert_bank import PROJECTION_NAMES
 from moestro.memory.sources import ExpertsSource, Part, Source
@@ -76,37 +76,53 @@ class Packer:
         require_finite(values, f"{self.checkpoint.path}: {info.name}")
         return values.reshape(source.spec.shape).contiguous()
 
-    def matrix(self, source: Source, errors: ErrorSum | None = None) -> Tensor:
-        """Packed uint8 bytes of a matrix."""
+    def read_matrix(self, source: Source) -> StoredRows:
+        """A matrix as the checkpoint stores it; may run beside packing."""
+        info = source.info
+        if isinstance(info, QuantizedInfo):
+            return CodedRows(info.dtype, read_codes(self.checkpoint, info), named=source.named)
+        raw = self._unpermute(self.checkpoint.read(info.name), source)
+        return RawRows(info.dtype, raw, source.rows, source.cols)
+
+    def pack_matrix(
+        self, source: Source, rows: StoredRows, out: Tensor, errors: ErrorSum | None = None
+    ) -> None:
+        """Pack what ``read_matrix`` gave into ``out``, uint8 [packed bytes]."""
         if source.format is None:
             raise ValueError(f"{source.spec.key} is a vector")
-        info, shape = source.info, (source.rows, source.cols)
-        rows: StoredRows
-        if isinstance(info, QuantizedInfo):
-            rows = CodedRows(info.dtype, read_codes(self.checkpoint, info), named=source.named)
-        else:
-            raw = self._unpermute(self.checkpoint.read(info.name), source)
-            rows = RawRows(info.dtype, raw, *shape)
         importance = self.importance.get(source.spec.key)
-        return self._pack(source.format, info.name, rows, shape, importance, errors)
+        shape = (source.rows, source.cols)
+        self._pack(source.format, source.info.name, rows, shape, importance, errors, out)
 
-    def expert(
-        self, source: ExpertsSource, index: int, errors: ErrorSum | None = None
-    ) -> list[Tensor]:
-        """Packed uint8 bytes of one expert's gate, up and down."""
+    def read_expert(self, source: ExpertsSource, index: int) -> list[StoredRows]:
+        """One expert's gate, up and down as the checkpoint stores them; may run beside packing."""
         read: dict[str, Tensor | Codes] = {}
-        packed = []
-        for name, part in zip(PROJECTION_NAMES, source.parts, strict=True):
+        found = []
+        for part in source.parts:
             info = part.infos[0] if part.stacked else part.infos[index]
-            shape = (part.rows, part.cols)
             if info.name not in read:
                 read[info.name] = self._read_expert(info, index if part.stacked else None)
-            rows = _stored_rows(read[info.name], info.dtype, part)
-            importance = self.importance.get(f"{source.spec.key}.{name}")
+            found.append(_stored_rows(read[info.name], info.dtype, part))
+        return found
+
+    def pack_expert(
+        self,
+        source: ExpertsSource,
+        index: int,
+        stored: Sequence[StoredRows],
+        blob: Tensor,
+        errors: ErrorSum | None = None,
+    ) -> None:
+        """Pack what ``read_expert`` gave into a blob whose bytes between the parts are zero."""
+        layout = source.layout
+        for which, (part, rows) in enumerate(zip(source.parts, stored, strict=True)):
+            importance = self.importance.get(f"{source.spec.key}.{PROJECTION_NAMES[which]}")
             if importance is not None and importance.dim() == 2:
                 importance = importance[index]
-            packed.append(self._pack(part.format, info.name, rows, shape, importance, errors))
-        return packed
+            info = part.infos[0] if part.stacked else part.infos[index]
+            start, stop = layout.part_range(which)
+            shape = (part.rows, part.cols)
+            self._pack(part.format, info.name, rows, shape, importance, errors, blob[start:stop])
 
     def _read_expert(self, info: TensorInfo, index: int | None) -> Tensor | Codes:
         """One expert's part of a tensor; ``index`` None: all of it."""
@@ -122,45 +138,49 @@ class Packer:
         shape: tuple[int, int],
         importance: Tensor | None,
         errors: ErrorSum | None,
-    ) -> Tensor:
+        out: Tensor,
+    ) -> None:
         """On all cores: at once where the native packers read the source as it is, else slab by
         slab of rows, so that no float copy of a big matrix exists.
         """
         rows, cols = shape
         step = max(LANES, _SLAB_ELEMENTS // max(cols, 1) // LANES * LANES)
+        block_nbytes = format_.nbytes(LANES, cols)
+
+        def pack_slab(start: int) -> ErrorSum:
+            stop = min(start + step, rows)
+            first, end = start // LANES * block_nbytes, -(-stop // LANES) * block_nbytes
+            return self._pack_rows(format_, source, start, stop, importance, out[first:end])
+
         try:
             if source.at_once(format_):
-                out, lost = self._pack_rows(format_, source, 0, rows, importance)
-                losses = [lost]
+                losses = [self._pack_rows(format_, source, 0, rows, importance, out)]
             else:
-                out = packed_buffer(format_.nbytes(rows, cols))
-                block_nbytes = format_.nbytes(LANES, cols)
-
-                def pack_slab(start: int) -> ErrorSum:
-                    stop = min(start + step, rows)
-                    packed, lost = self._pack_rows(format_, source, start, stop, importance)
-                    at = start // LANES * block_nbytes
-                    out[at : at + packed.numel()] = packed
-                    return lost
-
                 losses = list(self._pool.map(pack_slab, range(0, rows, step)))
         except (CheckpointError, UnsupportedFormat) as error:
             raise type(error)(f"{self.checkpoint.path}: {name}: {error}") from error
         if errors is not None:
             errors.error += sum(lost.error for lost in losses)
             errors.norm += sum(lost.norm for lost in losses)
-        return out
 
     def _pack_rows(
-        self, format_: Format, source: StoredRows, start: int, stop: int, importance: Tensor | None
-    ) -> tuple[Tensor, ErrorSum]:
+        self,
+        format_: Format,
+        source: StoredRows,
+        start: int,
+        stop: int,
+        importance: Tensor | None,
+        out: Tensor,
+    ) -> ErrorSum:
         if source.exact(format_):
-            return source.pack(format_, start, stop), ErrorSum()
+            source.pack(format_, start, stop, out)
+            return ErrorSum()
         values = source.floats(start, stop)
         if not self.measure:
-            return format_.pack(values, importance=importance), ErrorSum()
-        packed, error, norm = format_.pack_measured(values, importance=importance)
-        return packed, ErrorSum(error=error, norm=norm)
+            format_.pack(values, importance=importance, out=out)
+            return ErrorSum()
+        _, error, norm = format_.pack_measured(values, importance=importance, out=out)
+        return ErrorSum(error=error, norm=norm)
 
     def _unpermute(self, raw: Tensor, source: Source) -> Tensor:
         """Bring rows that GGUF stores interleaved back to the order of the original model.

@@ -35,8 +35,8 @@ class StoredRows(Protocol):
         """The native packers read it as it lies, so all of it is best packed in one call."""
         ...
 
-    def pack(self, format_: Format, start: int, stop: int) -> Tensor:
-        """Output channels [start, stop) packed without loss, uint8."""
+    def pack(self, format_: Format, start: int, stop: int, out: Tensor) -> None:
+        """Output channels [start, stop) packed without loss into ``out``, uint8."""
         ...
 
     def floats(self, start: int, stop: int) -> Tensor:
@@ -58,8 +58,9 @@ class RawRows:
         readable = self.exact(format_) or self.dtype in _FLOAT_DTYPES
         return readable and format_.packs_natively(self.dtype)
 
-    def pack(self, format_: Format, start: int, stop: int) -> Tensor:
-        return format_.pack_exact(self.dtype, self._bytes(start, stop), stop - start, self.cols)
+    def pack(self, format_: Format, start: int, stop: int, out: Tensor) -> None:
+        raw = self._bytes(start, stop)
+        format_.pack_exact(self.dtype, raw, stop - start, self.cols, out=out)
 
     def floats(self, start: int, stop: int) -> Tensor:
         raw = self._bytes(start, stop)
@@ -100,13 +101,14 @@ class CodedRows:
     def at_once(self, format_: Format) -> bool:
         return False
 
-    def pack(self, format_: Format, start: int, stop: int) -> Tensor:
+    def pack(self, format_: Format, start: int, stop: int, out: Tensor) -> None:
         codes, zeros = self.codes, self.codes.zeros
-        return format_.pack_codes(
+        packed = format_.pack_codes(
             codes.codes[start:stop],
             codes.scales[start:stop],
             None if zeros is None else zeros[start:stop],
         )
+        out.copy_(packed)
 
     def floats(self, start: int, stop: int) -> Tensor:
         return self.codes.floats(start, stop)
