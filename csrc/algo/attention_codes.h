@@ -47,33 +47,37 @@ inline QueryCodes quantize_query(const float* x, int n) {
   return codes;
 }
 
-// Probabilities of a block times value scales, where keys outside first..end-1 are not seen.
-[[gnu::flatten]] inline void quantize_probs(const F32 (&probs)[kTiles], const KeyTile* tiles,
-                                            int first, int end, ProbCodes& codes) {
-  F32 x[kTiles];
+// Probabilities of a block times value scales in place, zero for keys outside first..end-1, which
+// are not seen; returns the largest, NaN if there is one.
+inline float weigh_probs(F32 (&probs)[kTiles], const KeyTile* tiles, int first, int end) {
   I32 bits = i_set1(0);
 #pragma GCC unroll 4
   for (int t = 0; t < kTiles; ++t) {
     const int at = t * kKeyLanes;
-    x[t] = f_zero();
-    if (at >= end || at + kKeyLanes <= first) continue;
-    x[t] = f_mul(probs[t], f_load_bf16(tiles[t].value_scales));
-    if (first > at || end < at + kKeyLanes) x[t] = keep_keys(x[t], first - at, end - at, 0.0f);
-    bits = max_magnitude(bits, x[t]);
+    if (at >= end || at + kKeyLanes <= first) {
+      probs[t] = f_zero();
+      continue;
+    }
+    F32 x = f_mul(probs[t], f_load_bf16(tiles[t].value_scales));
+    if (first > at || end < at + kKeyLanes) x = keep_keys(x, first - at, end - at, 0.0f);
+    bits = max_magnitude(bits, x);
+    probs[t] = x;
   }
-  const float largest = magnitude(bits);
+  return magnitude(bits);
+}
+
+// Weighed probabilities [kBlockKeys] in digits; codes.scale is the largest of them.
+inline void quantize_probs(const float* weighed, ProbCodes& codes) {
+  const float largest = codes.scale;
+  const bool finite = largest <= kLargestFloat;
   // Below 2^-100 the inverse might overflow; such values cannot matter beside what others add.
-  float inverse = largest < 0x1p-100f ? 0.0f : kLargestProb / largest;
-  codes.scale = largest * (1.0f / kLargestProb);
-  if (!(largest <= kLargestFloat)) {
-    inverse = 0.0f;
-    codes.scale = std::numeric_limits<float>::quiet_NaN();
-    for (F32& v : x) v = f_zero();
-  }
+  const F32 inverse = f_set1(finite && largest >= 0x1p-100f ? kLargestProb / largest : 0.0f);
+  codes.scale = finite ? largest * (1.0f / kLargestProb) : std::numeric_limits<float>::quiet_NaN();
   I32 sum = i_set1(0);
 #pragma GCC unroll 4
   for (int t = 0; t < kTiles; ++t) {
-    const I32 n = i_from_f(f_min(f_mul(x[t], f_set1(inverse)), f_set1(kLargestProb)));
+    const F32 x = finite ? f_load(weighed + t * kKeyLanes) : f_zero();
+    const I32 n = i_from_f(f_min(f_mul(x, inverse), f_set1(kLargestProb)));
     i_store_i8(codes.high + t * kKeyLanes, i_shift_right<7>(n));
     i_store_i8(codes.low + t * kKeyLanes, i_and(n, i_set1(127)));
     sum = i_add(sum, n);
@@ -163,14 +167,14 @@ template <int R, int C>
   }
   const int64_t quad_bytes = int64_t{shape.depth} * 4;
   for (int t = first; t < end;) {
-    const int pair_end = std::min(end, (t | 1) + 1);  // 32 keys, as many as Acc takes
+    const int part_end = std::min(end, t + kAccChannels / kKeyLanes);
     Acc<8> high[R][C], low[R][C];
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 4
       for (int c = 0; c < C; ++c) high[r][c] = low[r][c] = Acc<8>::start(0);
     }
-    for (; t < pair_end; ++t) {
+    for (; t < part_end; ++t) {
       const std::byte* v = tiles[t].values + column * 4;
       const std::byte* next = tiles[t].next_values + column * 4;
       for (int key = t * kKeyLanes; key < (t + 1) * kKeyLanes; key += 4) {

@@ -122,12 +122,17 @@ class Products {
 
   void soften(Attending& a, int row, int first, int end) const {
     F32 probs[kTiles];
-    soften_row(a, row, first, end, probs);
+    exponentials(a, row, probs);
     add_sum(a, row, probs);
     if (plan_.reading == Reading::kCodes)
-      return quantize_probs(probs, a.tiles, first, end, codes(a)[row]);
+      codes(a)[row].scale = weigh_probs(probs, a.tiles, first, end);
     float* to = a.scores + row * kBlockKeys;
     for (int t = 0; t < kTiles; ++t) f_store(to + t * kKeyLanes, probs[t]);
+  }
+
+  void settle(const Attending& a, int row, int row_end) const {
+    if (plan_.reading != Reading::kCodes) return;
+    for (int r = row; r < row_end; ++r) quantize_probs(a.scores + r * kBlockKeys, codes(a)[r]);
   }
 
   // Keys that all rows see go through one register block; those at the edges, which only some

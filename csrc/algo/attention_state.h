@@ -96,28 +96,37 @@ inline void rescale_row(Attending& a, int row, float max) {
 }
 
 // One online softmax step (arXiv:1805.02867) of a row that sees keys first..end-1 of the block:
-// turns scores into probabilities against the row's maximum so far, zero where it does not see.
-[[gnu::flatten]] inline void soften_row(Attending& a, int row, int first, int end,
-                                        F32 (&probs)[kTiles]) {
-  const float* scores = a.scores + row * kBlockKeys;
+// caps its scores, hides those that it does not see, and raises its maximum. The steps of a row are
+// long chains, so each is done for all rows before the next: the processor then works on several.
+[[gnu::flatten]] inline void raise_max(Attending& a, int row, int first, int end) {
+  float* scores = a.scores + row * kBlockKeys;
+  F32 x[kTiles];
 #pragma GCC unroll 4
-  for (int t = 0; t < kTiles; ++t) probs[t] = f_load(scores + t * kKeyLanes);
+  for (int t = 0; t < kTiles; ++t) x[t] = f_load(scores + t * kKeyLanes);
   if (a.q.softcap > 0.0f) {
     const F32 cap = f_set1(a.q.softcap);
-    for (F32& x : probs) x = f_mul(f_tanh(f_div(x, cap)), cap);
+    for (F32& v : x) v = f_mul(f_tanh(f_div(v, cap)), cap);
   }
   if (first > 0 || end < kBlockKeys) {
     for (int t = 0; t < kTiles; ++t)
-      probs[t] = keep_keys(probs[t], first - t * kKeyLanes, end - t * kKeyLanes, kMinusInfinity);
+      x[t] = keep_keys(x[t], first - t * kKeyLanes, end - t * kKeyLanes, kMinusInfinity);
   }
-  F32 highest = f_max(probs[0], f_set1(kMinusInfinity));
+  if (first > 0 || end < kBlockKeys || a.q.softcap > 0.0f) {
+    for (int t = 0; t < kTiles; ++t) f_store(scores + t * kKeyLanes, x[t]);
+  }
+  F32 highest = f_max(x[0], f_set1(kMinusInfinity));
 #pragma GCC unroll 4
-  for (int t = 1; t < kTiles; ++t) highest = f_max(probs[t], highest);
+  for (int t = 1; t < kTiles; ++t) highest = f_max(x[t], highest);
   const float peak = f_max_lane(highest);
   if (!(peak <= a.part.max[row])) rescale_row(a, row, peak);
+}
+
+// The probabilities of the row against its maximum so far, zero where it does not see.
+[[gnu::flatten]] inline void exponentials(const Attending& a, int row, F32 (&probs)[kTiles]) {
+  const float* scores = a.scores + row * kBlockKeys;
   const F32 max = f_set1(a.part.max[row]);
 #pragma GCC unroll 4
-  for (int t = 0; t < kTiles; ++t) probs[t] = f_exp(f_sub(probs[t], max));
+  for (int t = 0; t < kTiles; ++t) probs[t] = f_exp(f_sub(f_load(scores + t * kKeyLanes), max));
 }
 
 // Adds probabilities to the row's sum.
@@ -132,7 +141,8 @@ inline void add_sum(Attending& a, int row, const F32 (&probs)[kTiles]) {
 //   panel(): most rows that one of its register blocks takes
 //   load(a, first, end): what it needs of tiles first..end-1 before any product
 //   score(a, row, rows, tile0, tile_end): the scores of some rows of one panel
-//   soften(a, row, first, end): a row's softmax step, and what add() needs of it
+//   soften(a, row, first, end): a row's probabilities, their sum, and what add() needs of them
+//   settle(a, row, row_end): what is left to do for it
 //   add(a, row, row_end, tile0, tile_end): the block's values, to rows of one panel
 template <class Products>
 inline void attend_block(Attending& a, const Products& products) {
@@ -151,7 +161,11 @@ inline void attend_block(Attending& a, const Products& products) {
     products.score(a, p, panels.end(p) - p, tile0, tile_end);
   for (int token = token0, row = row0; token < token_end; ++token)
     for (int h = 0; h < q.heads; ++h, ++row)
+      raise_max(a, row, a.first_key(token), a.end_key(token));
+  for (int token = token0, row = row0; token < token_end; ++token)
+    for (int h = 0; h < q.heads; ++h, ++row)
       products.soften(a, row, a.first_key(token), a.end_key(token));
+  products.settle(a, row0, row_end);
   for (int p = row0 / panels.size * panels.size; p < row_end; p += panels.size)
     products.add(a, std::max(p, row0), std::min(panels.end(p), row_end), tile0, tile_end);
 }

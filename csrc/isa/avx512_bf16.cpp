@@ -10,6 +10,11 @@ namespace {
 #include "simd/avx512.h"
 //
 #include "micro/bf16_pairs.h"
+//
+#include "micro/bf16_rows.h"
+//
+constexpr const AttentionKernels& kOtherCaches = k_avx512_vnni.attention;
+#include "algo/attention_pairs.h"
 }  // namespace
 }  // namespace moestro
 #pragma GCC pop_options
@@ -21,6 +26,8 @@ IsaTable avx512_bf16_table() {
   IsaTable table = k_avx512_vnni;
   table.name = "avx512_bf16";
   table.matrix.bf16_peak = pair_peak;
+  table.attention.pack_queries = pack_queries;
+  table.attention.attend = attend;
   return table;
 }
 

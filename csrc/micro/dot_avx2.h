@@ -1,6 +1,8 @@
 // maddubs on 256 bits, two registers per 16 channels. See dot_avx512.h for the bounds.
 #pragma once
 
+constexpr int kAccChannels = 32;
+
 using Quad = __m256i;
 inline Quad quad_load(const int8_t* p) {
   int32_t dword;

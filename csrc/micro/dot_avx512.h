@@ -5,6 +5,8 @@
 //   case
 #pragma once
 
+constexpr int kAccChannels = 32;
+
 using Quad = __m512i;
 inline Quad quad_load(const int8_t* p) {
   int32_t dword;

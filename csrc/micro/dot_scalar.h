@@ -1,9 +1,11 @@
 // Dot of unsigned weight codes and signed activation bytes, four input channels at a time, in plain
 // C++: the reference of the other micro/dot_*.h. All of them are exact for every pair of codes.
 //
-// Acc<kBits> accumulates up to 32 channels of codes below 2^kBits. start(init) .. dot() ..
-// result(init) yields init + sum; a variant may use init at either end.
+// Acc<kBits> accumulates up to kAccChannels channels of codes below 2^kBits. start(init) .. dot()
+// .. result(init) yields init + sum; a variant may use init at either end.
 #pragma once
+
+constexpr int kAccChannels = 32;
 
 struct Quad {
   int8_t v[4];

@@ -1,6 +1,8 @@
 // vpdpbusd: unsigned times signed, four products into 32 bits, no intermediate saturation.
 #pragma once
 
+constexpr int kAccChannels = 1024;
+
 using Quad = __m512i;
 inline Quad quad_load(const int8_t* p) {
   int32_t dword;

@@ -38,6 +38,23 @@ def test_generate_takes_text_and_tokens_one_or_several(llm: LLM) -> None:
     assert llm.generate([], GREEDY) == []
 
 
+def test_an_int8_cache_takes_less_memory_and_reads_back_what_it_wrote(
+    folder: Path, device: Device
+) -> None:
+    options = {"device": device.name, "threads": 1, "context": 128}
+    texts, sizes = {}, {}
+    for kv_dtype in ("float16", "int8"):
+        with LLM(folder, kv_dtype=kv_dtype, **options) as llm:
+            first = llm.generate("a longer text than one page of keys", GREEDY)[0]
+            again = llm.generate("a longer text than one page of keys", GREEDY)[0]
+            texts[kv_dtype], sizes[kv_dtype] = first.text, llm.plan.page_bytes
+            assert again.token_ids == first.token_ids
+            assert again.usage.cached_tokens > 0  # the prefix, read back from the cache
+    # 16 channels: a byte each, one scale of two bytes per key and per value
+    assert sizes["int8"] == sizes["float16"] * (16 + 2) // (16 * 2)
+    assert len(texts["int8"]) > 0
+
+
 def test_stream_gives_the_text_of_generate(llm: LLM) -> None:
     whole = llm.generate("hello", GREEDY)[0]
     with llm.stream("hello", GREEDY) as stream:

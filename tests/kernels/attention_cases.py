@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from moestro import native
 from moestro.devices.cpu.ops import CpuOps
 from moestro.nn.kv_cache import allocate_kv
 from moestro.ops.contracts import Batch, KvLayer
@@ -16,6 +17,8 @@ from moestro.ops.reference import ReferenceOps
 OPS = CpuOps()
 ORACLE = ReferenceOps(torch.float64)
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+#: over bfloat16 caches these multiply bfloat16 pairs: queries and probabilities are rounded too
+PAIR_ISAS = frozenset({"avx512_bf16", "amx"})
 
 
 def unwritten_cache(
@@ -96,9 +99,10 @@ class Case:
         self,
         parts: Sequence[tuple[int, int, int]] | None = None,
         ops: CpuOps | ReferenceOps = OPS,
+        q: Tensor | None = None,
     ) -> Tensor:
         batch, rows = self.batch(parts or self.whole())
-        q = self.queries(rows)
+        q = self.queries(rows) if q is None else q
         out = torch.full_like(q, torch.nan)
         ops.attention(
             q,
@@ -112,6 +116,45 @@ class Case:
             sinks=self.sinks,
         )
         return out
+
+    def check(self, parts: Sequence[tuple[int, int, int]], atol: float = 5e-6) -> Tensor:
+        """Every instruction set against the oracle; returns the bits that they share.
+
+        Probabilities sum to one: the error is that of a few hundred float32 roundings of values.
+        """
+        oracle = self.attend(parts, ORACLE)
+        results = {}
+        for isa in native.supported_isas():
+            native.set_isa(isa)
+            results[isa] = self.attend(parts)
+        pairs = PAIR_ISAS if self.takes_pairs else frozenset()
+        shared = results[native.supported_isas()[0]]
+        for isa, result in results.items():
+            if isa not in pairs:
+                assert torch.equal(shared, result), isa
+        torch.testing.assert_close(shared, oracle, rtol=1e-5, atol=atol)
+        rounded = [result for isa, result in results.items() if isa in pairs]
+        for result in rounded:
+            assert torch.equal(rounded[0], result)
+        if rounded:
+            self.check_pairs(parts, rounded[0])
+        return shared
+
+    @property
+    def takes_pairs(self) -> bool:
+        return self.cache.k.dtype == torch.bfloat16 and self.head_dim % 16 == 0
+
+    def check_pairs(self, parts: Sequence[tuple[int, int, int]], got: Tensor) -> None:
+        """Against an oracle with rounded queries: what is left is the rounding of probabilities to
+        2^-9 of each, in the products and in what they are divided by.
+        """
+        scale = self.head_dim**-0.5
+        rows = self.batch(parts)[1]
+        q = (self.queries(rows) * scale).bfloat16().float() / scale
+        error = (got - self.attend(parts, ORACLE, q)).abs()
+        largest = self.v.abs().max()
+        assert error.max() <= 2**-8 * largest
+        assert error.square().mean().sqrt() <= 2**-11 * largest
 
 
 SHAPES = [
