@@ -1,8 +1,9 @@
-// The MoE operator: all routed experts of one layer in one op (see moe.cpp).
+// The MoE operator: all experts of one layer in one op (see moe.cpp).
 #pragma once
 
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "algo/rows.h"
 #include "core/program.h"
@@ -16,8 +17,8 @@ struct ExpertMatrix {
   int64_t offset;
 };
 
-struct MoeArgs {
-  const float* x;        // [T, hidden]
+// A table of experts and who passes them.
+struct ExpertArgs {
   const int32_t* ids;    // [T, top_k]; below zero: skip
   const float* weights;  // [T, top_k]
   int64_t top_k;
@@ -28,7 +29,16 @@ struct MoeArgs {
   const float* up_bias;    // [experts, intermediate] or null
   const float* down_bias;  // [experts, hidden] or null
   Activation activation;
-  float* out;  // [T, hidden]
+};
+
+// The routed experts, and those that every token passes, if there are any.
+constexpr size_t kMaxGroups = 2;
+
+struct MoeArgs {
+  const float* x;  // [T, hidden]
+  int64_t hidden;
+  std::vector<ExpertArgs> groups;  // summed in this order
+  float* out;                      // [T, hidden]
   bool accumulate;
 };
 

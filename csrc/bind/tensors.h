@@ -69,6 +69,7 @@ void init_runtime(nb::module_& m);
 void init_float_ops(nb::module_& m);
 void init_attention_ops(nb::module_& m);
 void init_matrix_ops(nb::module_& m);
+void init_moe_op(nb::module_& m);
 void init_packing(nb::module_& m);
 
 }  // namespace moestro

@@ -366,3 +366,42 @@ def test_wrong_arguments_are_refused() -> None:
     with pytest.raises(InvalidRequest, match="down output channels"):
         wrong = [*projections[:2], ("int4-g32", 95, 64, 0)]
         native.core.moe(None, *arguments, wrong, "silu", torch.zeros_like(case.x), cases.rows_of(2))
+
+
+@pytest.mark.parametrize(
+    ("routed", "other"), [("int4-g32", "int4-g32"), ("k4", "int8-g64"), ("bf16", "k6")]
+)
+@pytest.mark.parametrize("tokens", [1, 7, 130])
+def test_shared_experts_inside_the_op_equal_a_second_op(routed: str, other: str, tokens: int):
+    """Other format, width and activation; weights of their own; the same bits as one after another."""
+    case = make((routed,) * 3, tokens=tokens)
+    beside = make(
+        (other,) * 3, tokens=tokens, inter=100, experts=2, top_k=2, activation="gelu", biased=True,
+        seed=1,
+    )  # fmt: skip
+    beside.ids[::3, 1] = -1
+    bank, biases = beside.bank, beside.bank.biases
+    assert biases is not None
+    for isa in ISAS:
+        native.set_isa(isa)
+        first = case.run()
+        want = Case(bank=bank, x=case.x, ids=beside.ids, weights=beside.weights).run(
+            out=first.clone(), accumulate=True
+        )
+        shared = native.core.ExpertTable(
+            beside.ids, beside.weights, bank.pointers,
+            [(p.format_name, p.rows, p.cols, p.offset) for p in bank.projections], bank.activation,
+            gate_bias=biases.gate, up_bias=biases.up, down_bias=biases.down,
+        )  # fmt: skip
+        assert torch.equal(case.run(shared=shared), want), isa
+        assert not torch.equal(want, first)
+
+
+def test_shared_experts_of_another_width_are_refused():
+    case, wrong = make(("int4-g32",) * 3, tokens=2), make(("int4-g32",) * 3, tokens=2, hidden=64)
+    shared = native.core.ExpertTable(
+        wrong.ids, wrong.weights, wrong.bank.pointers,
+        [(p.format_name, p.rows, p.cols, p.offset) for p in wrong.bank.projections], "silu",
+    )  # fmt: skip
+    with pytest.raises(InvalidRequest, match="gate input channels is 64, expected 96"):
+        case.run(shared=shared)

@@ -18,7 +18,7 @@ from moestro.core.units import format_bytes
 from moestro.formats.base import PackedWeight, round_up
 from moestro.memory.arena import aligned_buffer
 from moestro.memory.numa import Stored, spread
-from moestro.ops.contracts import ExpertBiases, Ops, Projection
+from moestro.ops.contracts import ExpertBiases, Ops, Projection, SharedExperts
 
 #: start of each projection in a blob, bytes: a vector load and a cache line
 PART_ALIGNMENT = 64
@@ -161,10 +161,12 @@ class ExpertBank:
         weights: Tensor,
         out: Tensor,
         rows: Tensor,
+        *,
+        shared: SharedExperts | None = None,
         accumulate: bool = False,
     ) -> None:
         """out[T, H] = (out +) the weighted sum of the chosen experts; see ``Ops.moe``."""
-        ops.moe(x, ids, weights, self, out, rows, accumulate=accumulate)
+        ops.moe(x, ids, weights, self, out, rows, shared=shared, accumulate=accumulate)
 
     def __repr__(self) -> str:
         names = "/".join(part.format_name for part in self.projections)

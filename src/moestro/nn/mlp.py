@@ -14,7 +14,7 @@ from torch import Tensor
 
 from moestro.nn.buffers import Buffers, Scratch
 from moestro.nn.linear import Linear
-from moestro.ops.contracts import Ops
+from moestro.ops.contracts import ExpertTable, Ops, SharedExperts
 
 # Constants: the id of the only expert, and full weight.
 _FIRST_EXPERT = Scratch("mlp.first_expert", 1, torch.int32)
@@ -22,7 +22,7 @@ _FULL_WEIGHT = Scratch("mlp.full_weight", 1, torch.float32, fill=1)
 _GATE = Scratch("mlp.gate", 1)
 
 
-class Experts(Protocol):
+class Experts(ExpertTable, Protocol):
     """What blocks need of an expert bank (``memory.expert_bank.ExpertBank``)."""
 
     def forward(
@@ -33,6 +33,8 @@ class Experts(Protocol):
         weights: Tensor,
         out: Tensor,
         rows: Tensor,
+        *,
+        shared: SharedExperts | None = None,
         accumulate: bool = False,
     ) -> None: ...
 
@@ -45,6 +47,16 @@ class FeedForward(Protocol):
     def forward(self, ops: Ops, x: Tensor, out: Tensor, rows: Tensor, buffers: Buffers) -> None: ...
 
 
+class SharedExpert(Protocol):
+    """A block whose experts can join those of a router in one op."""
+
+    def scratch(self) -> Iterator[Scratch]: ...
+
+    def selected(self, ops: Ops, x: Tensor, rows: Tensor, buffers: Buffers) -> SharedExperts:
+        """Its experts, and with what weight each token of x [T, H] passes them."""
+        ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class Mlp:
     """out [T, H] += down(act(gate(x)) * up(x)); ``bank`` holds one expert."""
@@ -53,6 +65,11 @@ class Mlp:
 
     def scratch(self) -> Iterator[Scratch]:
         yield from (_FIRST_EXPERT, _FULL_WEIGHT)
+
+    def selected(self, ops: Ops, x: Tensor, rows: Tensor, buffers: Buffers) -> SharedExperts:
+        return SharedExperts(
+            experts=self.bank, ids=buffers[_FIRST_EXPERT], weights=buffers[_FULL_WEIGHT]
+        )
 
     def forward(self, ops: Ops, x: Tensor, out: Tensor, rows: Tensor, buffers: Buffers) -> None:
         ids, weights = buffers[_FIRST_EXPERT], buffers[_FULL_WEIGHT]
@@ -69,8 +86,12 @@ class GatedMlp:
     def scratch(self) -> Iterator[Scratch]:
         yield from (_FIRST_EXPERT, _GATE)
 
-    def forward(self, ops: Ops, x: Tensor, out: Tensor, rows: Tensor, buffers: Buffers) -> None:
-        ids, weights = buffers[_FIRST_EXPERT], buffers[_GATE]
+    def selected(self, ops: Ops, x: Tensor, rows: Tensor, buffers: Buffers) -> SharedExperts:
+        weights = buffers[_GATE]
         self.gate.forward(ops, x, weights, rows)
         ops.sigmoid(weights, rows)
-        self.bank.forward(ops, x, ids, weights, out, rows, accumulate=True)
+        return SharedExperts(experts=self.bank, ids=buffers[_FIRST_EXPERT], weights=weights)
+
+    def forward(self, ops: Ops, x: Tensor, out: Tensor, rows: Tensor, buffers: Buffers) -> None:
+        one = self.selected(ops, x, rows, buffers)
+        self.bank.forward(ops, x, one.ids, one.weights, out, rows, accumulate=True)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from moestro.nn.buffers import Buffers, Scratch
-from moestro.nn.mlp import Experts, FeedForward
+from moestro.nn.mlp import Experts, SharedExpert
 from moestro.nn.router import SoftmaxRouter
 from moestro.ops.contracts import Ops
 
@@ -19,7 +19,7 @@ class MixtureOfExperts:
 
     router: SoftmaxRouter
     experts: Experts
-    shared: FeedForward | None = None
+    shared: SharedExpert | None = None
 
     def scratch(self) -> Iterator[Scratch]:
         yield from self.router.scratch()
@@ -28,6 +28,7 @@ class MixtureOfExperts:
 
     def forward(self, ops: Ops, x: Tensor, out: Tensor, rows: Tensor, buffers: Buffers) -> None:
         ids, weights = self.router.forward(ops, x, rows, buffers)
-        self.experts.forward(ops, x, ids, weights, out, rows, accumulate=True)
+        shared = None
         if self.shared is not None:
-            self.shared.forward(ops, x, out, rows, buffers)
+            shared = self.shared.selected(ops, x, rows, buffers)
+        self.experts.forward(ops, x, ids, weights, out, rows, shared=shared, accumulate=True)

@@ -75,6 +75,17 @@ class ExpertBiases:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SharedExperts:
+    """Experts beside the routed ones, of any other shape and format: ids int32 and weights float32
+    [T, n] say which of ``experts`` each token passes (usually the only one, with weight one).
+    """
+
+    experts: ExpertTable
+    ids: Tensor
+    weights: Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
 class Projection:
     """Where one of gate, up or down lies in an expert's blob."""
 
@@ -297,11 +308,13 @@ class Ops(Protocol):
         out: Tensor,
         rows: Tensor,
         *,
+        shared: SharedExperts | None = None,
         accumulate: bool = False,
     ) -> None:
         """out[t] = (out[t] +) sum over a, in ascending expert id, of weights[t, a] *
-        down(act(gate(x[t]), up(x[t]))) of expert ids[t, a]; ids below zero are skipped. The experts
-        say which activation, and may have a bias on each product.
+        down(act(gate(x[t]), up(x[t]))) of expert ids[t, a], then the same of the shared experts.
+        ids below zero are skipped. The experts say which activation, and may have a bias on each
+        product.
         """
         ...
 

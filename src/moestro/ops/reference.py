@@ -16,7 +16,7 @@ from torch.nn.functional import gelu, relu, silu
 
 from moestro.core.errors import InvalidRequest, UnsupportedOp
 from moestro.ops import kv_cache
-from moestro.ops.contracts import Batch, ExpertTable, KvLayer, Packed
+from moestro.ops.contracts import Batch, ExpertTable, KvLayer, Packed, SharedExperts
 from moestro.ops.dispatch import PythonOps, op
 
 
@@ -199,16 +199,28 @@ class ReferenceOps(PythonOps):
         out: Tensor,
         rows: Tensor,
         *,
+        shared: SharedExperts | None = None,
         accumulate: bool = False,
     ) -> None:
         n = live_rows(rows, x, ids, weights, out)
+        total = torch.zeros(n, x.shape[1], dtype=self.compute_dtype)
+        if accumulate:
+            total += self._wide(out[:n])
+        self._add_experts(total, x, ids, weights, experts)
+        if shared is not None:
+            live_rows(rows, shared.ids, shared.weights)
+            self._add_experts(total, x, shared.ids, shared.weights, shared.experts)
+        out[:n] = total
+
+    def _add_experts(
+        self, total: Tensor, x: Tensor, ids: Tensor, weights: Tensor, experts: ExpertTable
+    ) -> None:
+        n = total.shape[0]
         activation, biases = activation_named(experts.activation), experts.biases
         chosen = ids[:n].long()
         count = experts.pointers.shape[0]
         require_range("expert id", chosen.clamp(min=0), count, "the layer's experts")
-        tokens, total = self._wide(x[:n]), torch.zeros(n, x.shape[1], dtype=self.compute_dtype)
-        if accumulate:
-            total += self._wide(out[:n])
+        tokens = self._wide(x[:n])
         for expert in sorted(set(chosen[chosen >= 0].tolist())):
             gate, up, down = (self._wide(part.unpack()) for part in experts.expert(expert))
             token, slot = (chosen == expert).nonzero(as_tuple=True)
@@ -221,7 +233,6 @@ class ReferenceOps(PythonOps):
                 result += self._wide(biases.down[expert])
             share = self._wide(weights[:n])[token, slot, None]
             total.index_add_(0, token, share * result)
-        out[:n] = total
 
     @op
     def silu_mul(self, gate: Tensor, up: Tensor, out: Tensor, rows: Tensor) -> None:

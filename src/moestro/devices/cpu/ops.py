@@ -17,7 +17,7 @@ from torch import Tensor
 
 from moestro import _core as core
 from moestro.core.errors import UnsupportedOp
-from moestro.ops.contracts import Batch, ExpertTable, KvLayer, Packed
+from moestro.ops.contracts import Batch, ExpertTable, KvLayer, Packed, SharedExperts
 from moestro.ops.dispatch import OP_NAMES, unsupported
 
 
@@ -212,29 +212,53 @@ class CpuOps:
         out: Tensor,
         rows: Tensor,
         *,
+        shared: SharedExperts | None = None,
         accumulate: bool = False,
     ) -> None:
-        if self._recording.program is not None:
-            self._recording.program.keep(experts)
-        biases = experts.biases
+        others = None
+        self._keep(experts)
+        if shared is not None:
+            self._keep(shared.experts)
+            others = core.ExpertTable(
+                shared.ids,
+                shared.weights,
+                shared.experts.pointers,
+                _projections(shared.experts),
+                shared.experts.activation,
+                **_biases(shared.experts),
+            )
         core.moe(
             self._program,
             x,
             ids,
             weights,
             experts.pointers,
-            [(p.format_name, p.rows, p.cols, p.offset) for p in experts.projections],
+            _projections(experts),
             experts.activation,
             out,
             rows,
-            gate_bias=None if biases is None else biases.gate,
-            up_bias=None if biases is None else biases.up,
-            down_bias=None if biases is None else biases.down,
+            **_biases(experts),
+            shared=others,
             accumulate=accumulate,
         )
+
+    def _keep(self, experts: ExpertTable) -> None:
+        """Keep the blobs alive that a recorded program points to."""
+        if self._recording.program is not None:
+            self._recording.program.keep(experts)
 
     def silu_mul(self, gate: Tensor, up: Tensor, out: Tensor, rows: Tensor) -> None:
         core.silu_mul(self._program, gate, up, out, rows)
 
     def sigmoid(self, x: Tensor, rows: Tensor) -> None:
         core.sigmoid(self._program, x, rows)
+
+
+def _projections(experts: ExpertTable) -> list[tuple[str, int, int, int]]:
+    return [(p.format_name, p.rows, p.cols, p.offset) for p in experts.projections]
+
+
+def _biases(experts: ExpertTable) -> dict[str, Tensor]:
+    if experts.biases is None:
+        return {}
+    return {f"{name}_bias": getattr(experts.biases, name) for name in ("gate", "up", "down")}

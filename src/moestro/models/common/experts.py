@@ -8,7 +8,7 @@ from typing import Any
 from moestro.models.common.build import Loaded
 from moestro.models.common.config import DecoderConfig
 from moestro.models.common.reading import Reader
-from moestro.nn.mlp import FeedForward, Mlp
+from moestro.nn.mlp import FeedForward, Mlp, SharedExpert
 from moestro.nn.moe import MixtureOfExperts
 from moestro.nn.router import SoftmaxRouter
 
@@ -75,7 +75,7 @@ def check_top_k(config: Reader, top_k: int, num_experts: int) -> None:
 
 
 def build_feed_forward(
-    config: MoeConfig, loaded: Loaded, layer: int, *, shared: FeedForward | None = None
+    config: MoeConfig, loaded: Loaded, layer: int, *, shared: SharedExpert | None = None
 ) -> FeedForward:
     """The layer's dense block, or its router, experts and shared expert."""
     at = f"layers.{layer}"

@@ -1,0 +1,88 @@
+// The experts of one table in the MoE operator: their tokens, activations and products (see
+// moe.cpp).
+#pragma once
+
+#include <memory>
+#include <vector>
+
+#include "algo/activations.h"
+#include "algo/moe.h"
+#include "core/team.h"
+#include "isa/matrix_kernels.h"
+
+namespace moestro {
+
+constexpr int64_t kPairChannels = 2 * kTileChannels;
+static_assert(kPairChannels == kBlockChannels, "a pair of tiles fills one activation block");
+// Tokens of one expert that a kernel call takes at most.
+constexpr int64_t kChunkTokens = 128;
+// Output channels of one task of down, summed in a compact copy, must fit beside its results.
+constexpr int64_t kCompactFloats =
+    (int64_t{Worker::kScratchBytes} - kTileScratchBytes) / 4 - kChunkTokens * kPairChannels;
+
+inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+class ExpertGroup {
+ public:
+  // `like`: another group on the same tokens, whose prepared activations serve this one too where
+  // the formats allow it, or null.
+  ExpertGroup(const ExpertArgs& args, int64_t capacity, const ExpertGroup* like);
+
+  // Phase 1: which tokens each expert has, and each token's activations.
+  void group_by_expert(int64_t tokens);
+  void quantize(const float* x, int64_t token);
+
+  // Phase 2: h of intermediate channels of blocks [block, end), 32 each, for one span.
+  void gate_up(Worker& worker, int64_t span, int64_t block, int64_t end);
+
+  // Phase 3: sums[t] += weight * down(h) of every expert in ascending id, for pairs [pair, end) of
+  // output tiles; column 0 of sums is the first pair's, its rows are `ld` apart.
+  void add_experts(Worker& worker, int64_t pair, int64_t end, float* sums, int64_t ld) const;
+
+  int64_t spans() const { return static_cast<int64_t>(spans_.size()); }
+  // Few tokens per expert: weights are the time.
+  bool sparse(int64_t tokens) const { return tokens * a_.top_k < kSharedTokens * spans(); }
+  int64_t blocks() const { return ceil_div(a_.gate.matrix.rows, kPairChannels); }
+  // Weight bytes of one block, and of one pair of output tiles.
+  int64_t block_bytes() const { return 2 * (a_.gate.matrix.stride() + a_.up.matrix.stride()); }
+  int64_t pair_bytes() const { return 2 * a_.down.matrix.stride(); }
+
+ private:
+  // Tokens per expert from which weights are shared enough for long tasks.
+  static constexpr int64_t kSharedTokens = 3;
+
+  // Consecutive entries of the expert order that share an expert.
+  struct Span {
+    const uint8_t* blob;
+    int32_t expert;
+    int32_t first;
+    int32_t count;
+  };
+  // Weights that a worker reads in order: where they end, and where those it reads next begin.
+  struct Run {
+    const uint8_t* end;
+    const uint8_t* next;
+  };
+
+  const uint8_t* blob_of(int64_t expert) const;
+  static const uint8_t* pair_of(const ExpertMatrix& m, const uint8_t* blob, int64_t pair);
+  static TileJob pair_job(const ExpertMatrix& m, const uint8_t* blob, int64_t pair, const Run& run,
+                          const Activations& act, int count, float* out, std::byte* scratch);
+  void run_pair(Worker& worker, const ExpertMatrix& m, const Span& span, int64_t pair,
+                const Run& run, const Activations& act, float* out) const;
+  const Activations& gate_input() const {
+    return like_ != nullptr ? like_->gate_input() : x_->view();
+  }
+  const Activations& up_input() const { return x_up_ != nullptr ? x_up_->view() : gate_input(); }
+
+  ExpertArgs a_;
+  const ExpertGroup* like_;
+  std::unique_ptr<ActivationBuffer> x_, x_up_;  // null where another one serves
+  ActivationBuffer h_;
+  std::vector<int32_t> token_;  // of each entry, in expert order
+  std::vector<float> weight_;
+  std::vector<int32_t> next_;
+  std::vector<Span> spans_;
+};
+
+}  // namespace moestro
