@@ -373,7 +373,7 @@ def test_wrong_arguments_are_refused() -> None:
 )
 @pytest.mark.parametrize("tokens", [1, 7, 130])
 def test_shared_experts_inside_the_op_equal_a_second_op(routed: str, other: str, tokens: int):
-    """Other format, width and activation; weights of their own; the same bits as one after another."""
+    """Other format, width and activation; own weights; the bits of one after the other."""
     case = make((routed,) * 3, tokens=tokens)
     beside = make(
         (other,) * 3, tokens=tokens, inter=100, experts=2, top_k=2, activation="gelu", biased=True,
