@@ -75,9 +75,12 @@ class Linear final : public Op {
     const int64_t n = std::min<int64_t>(width, a_.weight.rows - channel);
     for (int i = 0; i < m; ++i, from += width) {
       float* to = a_.out + index[i] * a_.weight.rows + channel;
+      if (a_.bias == nullptr && !a_.accumulate) {
+        std::copy_n(from, n, to);
+        continue;
+      }
       for (int64_t c = 0; c < n; ++c) {
-        float value = from[c];
-        if (a_.bias != nullptr) value += a_.bias[channel + c];
+        const float value = a_.bias == nullptr ? from[c] : from[c] + a_.bias[channel + c];
         to[c] = a_.accumulate ? to[c] + value : value;
       }
     }
