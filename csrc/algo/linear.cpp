@@ -10,8 +10,8 @@ namespace {
 
 // Tokens per task: their activations stay in L2 while a task's tiles pass by.
 constexpr int64_t kChunkTokens = 128;
-// Weight bytes per task when streaming for few tokens.
-constexpr int64_t kTaskBytes = 64 * 1024;
+// Weight bytes per task at most.
+constexpr int64_t kTaskBytes = 256 * 1024;
 
 class Linear final : public Op {
  public:
@@ -27,22 +27,20 @@ class Linear final : public Op {
     });
     const int64_t chunks = (tokens + kChunkTokens - 1) / kChunkTokens;
     const Slice pairs = worker.slice((a_.weight.row_tiles() + 1) / 2);
-    const int64_t per_task = pairs_per_task(pairs.size(), worker.node_count());
-    const int64_t ranges = (pairs.size() + per_task - 1) / per_task;
-    worker.for_node_tasks(chunks * ranges, [&](int64_t task) {
-      const int64_t first = pairs.first + task % ranges * per_task;
-      multiply(worker, task / ranges * kChunkTokens, tokens, first,
-               std::min(pairs.end, first + per_task));
-    });
+    const int64_t size = pairs.size();
+    worker.for_node_ranges(chunks * size, kTaskBytes / (2 * a_.weight.stride()),
+                           [&](int64_t first, int64_t end) {
+                             while (first < end) {
+                               const int64_t pair = first % size;
+                               const int64_t count = std::min(size - pair, end - first);
+                               multiply(worker, first / size * kChunkTokens, tokens,
+                                        pairs.first + pair, pairs.first + pair + count);
+                               first += count;
+                             }
+                           });
   }
 
  private:
-  int64_t pairs_per_task(int64_t pairs, int workers) const {
-    const int64_t by_bytes = std::max<int64_t>(1, kTaskBytes / (2 * a_.weight.stride()));
-    const int64_t by_balance = std::max<int64_t>(1, pairs / (8 * workers));
-    return std::min(by_bytes, by_balance);
-  }
-
   void multiply(Worker& worker, int64_t token, int64_t tokens, int64_t pair, int64_t pair_end) {
     const MatrixKernels& kernels = isa().matrix;
     const auto tiles = kernels.tiles[static_cast<int>(a_.weight.kind)];

@@ -11,6 +11,7 @@
 #include "algo/moe.h"
 
 #include <algorithm>
+#include <limits>
 #include <string>
 #include <vector>
 
@@ -25,6 +26,8 @@ constexpr int64_t kTaskBytes = 256 * 1024;
 constexpr int64_t kSharedTaskBytes = 1024 * 1024;
 // From this many tokens on, output channels are summed in a compact copy, if it fits the scratch.
 constexpr int64_t kCompactTokens = 16;
+// Sums of one task of down, which should stay in L2 beside the weights.
+constexpr int64_t kSumsBytes = 384 * 1024;
 
 class Moe final : public Op {
  public:
@@ -46,70 +49,54 @@ class Moe final : public Op {
       }
     });
     gate_up(worker, tokens);
-    const Slice pairs = worker.slice(ceil_div(a_.hidden, kPairChannels));
-    int64_t pair_bytes = 0;
-    for (const auto& group : groups_) pair_bytes = std::max(pair_bytes, group->pair_bytes());
-    const int64_t width = per_task(pairs.size(), 1, worker.node_count(),
-                                   task_bytes(*groups_.front(), tokens), pair_bytes);
-    worker.for_node_tasks(ceil_div(pairs.size(), width), [&](int64_t task) {
-      const int64_t first = pairs.first + task * width;
-      down(worker, tokens, first, std::min(pairs.end, first + width));
-    });
+    down(worker, tokens);
   }
 
  private:
-  // How one group's phase 2 is cut on one node: `ranges` tasks of `step` blocks for each span.
-  struct Cut {
-    Slice blocks;
-    int64_t step, ranges, tasks;
-  };
-
-  static int64_t task_bytes(const ExpertGroup& group, int64_t tokens) {
-    return group.sparse(tokens) ? kTaskBytes : kSharedTaskBytes;
+  // Steps that a task takes at most.
+  static int64_t steps_per_task(const ExpertGroup& group, int64_t tokens, int64_t bytes_per_step) {
+    return (group.sparse(tokens) ? kTaskBytes : kSharedTaskBytes) / bytes_per_step;
   }
 
-  // Steps per task: about task_bytes of weights, but at least six tasks per worker; tasks as equal
-  // as they come. A node's slice may have no steps.
-  static int64_t per_task(int64_t steps, int64_t copies, int workers, int64_t task_bytes,
-                          int64_t bytes_per_step) {
-    if (steps == 0) return 1;
-    const int64_t by_bytes = std::max<int64_t>(1, task_bytes / bytes_per_step);
-    const int64_t by_balance = std::max<int64_t>(1, steps * copies / (6 * workers));
-    const int64_t most = std::min({by_bytes, by_balance, steps});
-    return ceil_div(steps, ceil_div(steps, most));
-  }
-
-  static Cut cut(const ExpertGroup& group, int64_t tokens, const Worker& worker) {
-    Cut cut{};
-    cut.blocks = worker.slice(group.blocks());
-    cut.step = per_task(cut.blocks.size(), group.spans(), worker.node_count(),
-                        task_bytes(group, tokens), group.block_bytes());
-    cut.ranges = ceil_div(cut.blocks.size(), cut.step);
-    cut.tasks = group.spans() * cut.ranges;
-    return cut;
-  }
-
+  // Phase 2 as one sequence of steps: all blocks of this node's slice, span by span, group by
+  // group.
   void gate_up(Worker& worker, int64_t tokens) {
-    Cut cuts[kMaxGroups];
-    int64_t total = 0;
+    Slice blocks[kMaxGroups];
+    int64_t total = 0, most = std::numeric_limits<int64_t>::max();
     for (size_t g = 0; g < groups_.size(); ++g) {
-      cuts[g] = cut(*groups_[g], tokens, worker);
-      total += cuts[g].tasks;
+      blocks[g] = worker.slice(groups_[g]->blocks());
+      total += groups_[g]->spans() * blocks[g].size();
+      most = std::min(most, steps_per_task(*groups_[g], tokens, groups_[g]->block_bytes()));
     }
-    worker.for_node_tasks(total, [&](int64_t task) {
-      size_t g = 0;
-      for (; task >= cuts[g].tasks; ++g) task -= cuts[g].tasks;
-      const Cut& cut = cuts[g];
-      const int64_t first = cut.blocks.first + task % cut.ranges * cut.step;
-      groups_[g]->gate_up(worker, task / cut.ranges, first,
-                          std::min(cut.blocks.end, first + cut.step));
+    worker.for_node_ranges(total, most, [&](int64_t first, int64_t end) {
+      for (size_t g = 0; g < groups_.size() && end > 0; ++g) {
+        const int64_t size = blocks[g].size(), steps = groups_[g]->spans() * size;
+        for (int64_t step = std::max<int64_t>(first, 0); step < std::min(end, steps);) {
+          const int64_t block = step % size, count = std::min(size - block, end - step);
+          const int64_t at = blocks[g].first + block;
+          groups_[g]->gate_up(worker, step / size, at, at + count);
+          step += count;
+        }
+        first -= steps;
+        end -= steps;
+      }
+    });
+  }
+
+  void down(Worker& worker, int64_t tokens) {
+    const Slice pairs = worker.slice(ceil_div(a_.hidden, kPairChannels));
+    int64_t most = std::max<int64_t>(1, kSumsBytes / ((tokens + 1) * kPairChannels * 4));
+    for (const auto& group : groups_)
+      most = std::min(most, steps_per_task(*group, tokens, group->pair_bytes()));
+    worker.for_node_ranges(pairs.size(), most, [&](int64_t first, int64_t end) {
+      add_pairs(worker, tokens, pairs.first + first, pairs.first + end);
     });
   }
 
   // Output channels of pairs [pair, pair_end) for all tokens. With many tokens they are summed in a
   // compact copy: rows of `out` lie a power of two apart in most models, where a few cache sets
   // would have to hold them all.
-  void down(Worker& worker, int64_t tokens, int64_t pair, int64_t pair_end) {
+  void add_pairs(Worker& worker, int64_t tokens, int64_t pair, int64_t pair_end) {
     const int64_t first = pair * kPairChannels;
     const int64_t live = std::min(a_.hidden, pair_end * kPairChannels) - first;
     float* sums = a_.out + first;

@@ -69,19 +69,7 @@ class Worker {
   // Ends with a barrier.
   template <class F>
   void for_tasks(int64_t n, F&& f) {
-    claim(next_counter(0), n, f);
-  }
-
-  // Likewise for tasks 0..n-1 of this worker's node, which n may depend on. All workers of the team
-  // must call it.
-  template <class F>
-  void for_node_tasks(int64_t n, F&& f) {
-    claim(next_counter(node_), n, f);
-  }
-
- private:
-  template <class F>
-  void claim(std::atomic<int64_t>& counter, int64_t n, F& f) {
+    std::atomic<int64_t>& counter = next_counter(0);
     for (;;) {
       const int64_t task = counter.fetch_add(1, std::memory_order_relaxed);
       if (task >= n) break;
@@ -89,6 +77,25 @@ class Worker {
     }
     barrier();
   }
+
+  // Claims ranges of 0..n-1 among the workers of this worker's node; f(first, end). At most `most`
+  // long, and ever shorter towards the end, so that all finish at about the same time. n and `most`
+  // may depend on the node. All workers of the team must call it. Ends with a barrier.
+  template <class F>
+  void for_node_ranges(int64_t n, int64_t most, F&& f) {
+    std::atomic<int64_t>& counter = next_counter(node_);
+    const int64_t shares = 3 * int64_t{node_count()};
+    for (int64_t first = counter.load(std::memory_order_relaxed); first < n;) {
+      const int64_t share = (n - first) / shares;
+      const int64_t end = first + (share < 1 ? 1 : share < most ? share : most < 1 ? 1 : most);
+      if (!counter.compare_exchange_weak(first, end, std::memory_order_relaxed)) continue;
+      f(first, end);
+      first = counter.load(std::memory_order_relaxed);
+    }
+    barrier();
+  }
+
+ private:
   std::atomic<int64_t>& next_counter(int node);
 
   Team& team_;
