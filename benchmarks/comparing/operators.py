@@ -208,7 +208,7 @@ def measure(
 
 
 def _calls(seconds: float) -> int:
-    return max(2, min(_MOST_CALLS, int(_SLICE / seconds)))
+    return max(1, min(_MOST_CALLS, int(_SLICE / seconds)))
 
 
 def _ask(peer: Worker, folder: Path, ids: Ids) -> list[float]:

@@ -86,7 +86,7 @@ def main() -> None:
     session = Session(build(json.loads(sys.argv[2])))
     import transformers  # noqa: PLC0415 - its version
 
-    version = f"{transformers.__version__} with torch {torch.__version__}, {IMPLEMENTATION}"
+    version = f"{NAME} {transformers.__version__} with torch {torch.__version__}, {IMPLEMENTATION}"
     print(json.dumps({"version": version}), file=answers, flush=True)
     for line in sys.stdin:
         what, *words = line.split()
