@@ -1,4 +1,4 @@
-"""Memory for weights, on huge pages; small matrices share chunks of them.
+"""Memory for weights and caches, on huge pages; small matrices share chunks of them.
 
 Decoding streams every dense weight once per token; on 4 KiB pages that costs about a sixth of the
 bandwidth in page walks.
@@ -33,7 +33,8 @@ def aligned_buffer(nbytes: int) -> Tensor:
         return torch.from_numpy(native.allocate_bytes(max(nbytes, 1)))[:nbytes]
     except MemoryError as error:
         raise OutOfBudget(
-            f"{format_bytes(nbytes)} for weights cannot be allocated; choose a smaller format"
+            f"{format_bytes(nbytes)} for weights or the KV cache cannot be allocated; choose a "
+            "smaller format or a smaller context"
         ) from error
 
 

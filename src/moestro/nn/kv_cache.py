@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
+from torch import Tensor
 
 from moestro.core.errors import InvalidRequest
+from moestro.formats.base import round_up
+from moestro.memory.arena import ALIGNMENT, aligned_buffer
 from moestro.ops.contracts import KvLayer
 from moestro.ops.kv_cache import KEY_LANES, SCALE_CHANNELS
 
@@ -27,23 +32,36 @@ def allocate_kv(
     if dtype not in DTYPES:
         known = ", ".join(str(d).removeprefix("torch.") for d in DTYPES)
         raise InvalidRequest(f"KV cache dtype {dtype} is not supported; choose one of {known}")
-    if dtype == torch.int8:
-        return _allocate_codes(pages, page_size, kv_heads, head_dim)
-    return KvLayer(
-        k=torch.zeros(pages, kv_heads, page_size // KEY_LANES, head_dim, KEY_LANES, dtype=dtype),
-        v=torch.zeros(pages, kv_heads, page_size, head_dim, dtype=dtype),
-    )
-
-
-def _allocate_codes(pages: int, page_size: int, kv_heads: int, head_dim: int) -> KvLayer:
+    tiles, pairs = page_size // KEY_LANES, (pages, kv_heads)
+    if dtype != torch.int8:
+        k, v = _on_huge_pages(
+            dtype, (*pairs, tiles, head_dim, KEY_LANES), (*pairs, page_size, head_dim)
+        )
+        return KvLayer(k=k, v=v)
     _require_code_width(head_dim)
-    tiles, groups = page_size // KEY_LANES, -(-head_dim // SCALE_CHANNELS)
-    return KvLayer(
-        k=torch.full((pages, kv_heads, tiles, head_dim // 4, KEY_LANES, 4), 128, dtype=torch.uint8),
-        v=torch.full((pages, kv_heads, page_size // 4, head_dim, 4), 128, dtype=torch.uint8),
-        k_scale=torch.zeros(pages, kv_heads, tiles, groups, KEY_LANES, dtype=torch.bfloat16),
-        v_scale=torch.zeros(pages, kv_heads, page_size, dtype=torch.bfloat16),
+    groups = -(-head_dim // SCALE_CHANNELS)
+    k, v = _on_huge_pages(
+        torch.uint8,
+        (*pairs, tiles, head_dim // 4, KEY_LANES, 4),
+        (*pairs, page_size // 4, head_dim, 4),
     )
+    k_scale, v_scale = _on_huge_pages(
+        torch.bfloat16, (*pairs, tiles, groups, KEY_LANES), (*pairs, page_size)
+    )
+    return KvLayer(k=k, v=v, k_scale=k_scale, v_scale=v_scale)
+
+
+def _on_huge_pages(dtype: torch.dtype, *shapes: tuple[int, ...]) -> list[Tensor]:
+    """Zeroed tensors in one buffer: on 4 KiB pages, page walks take a sixth of decode's reading.
+
+    The system gives memory when it is first written, so a cache costs what is used of it.
+    """
+    sizes = [round_up(math.prod(shape) * dtype.itemsize, ALIGNMENT) for shape in shapes]
+    tensors = []
+    parts = torch.split(aligned_buffer(sum(sizes)), sizes)
+    for part, shape in zip(parts, shapes, strict=True):
+        tensors.append(part[: math.prod(shape) * dtype.itemsize].view(dtype).view(shape))
+    return tensors
 
 
 def position_nbytes(head_dim: int, dtype: torch.dtype) -> int:
