@@ -6,6 +6,10 @@ Each measurement stands between two of what bounds it: for packing a copy of the
 fresh memory by as many threads, for loading reads of the same file into fresh memory (from the page
 cache, unless the file is larger than it). Medians over the rounds are reported. Quantizing is bound
 by arithmetic, so it is reported in weights per second alone.
+
+    python benchmarks/bench_load.py --model-gib 8
+
+loads a whole model instead (see ``big_model.py``).
 """
 
 from __future__ import annotations
@@ -25,6 +29,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
+import big_model
 from moestro import formats, native
 from moestro.checkpoints import open_checkpoint
 from moestro.checkpoints.packed import PackedCheckpoint
@@ -204,8 +209,31 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--directory", type=Path, default=None, help="where to put the packed model"
     )
+    parser.add_argument(
+        "--model-gib",
+        type=float,
+        default=0.0,
+        help="instead: load a random model of this size from disk, with its peak memory",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON only")
     return parser.parse_args()
+
+
+def load_model(options: argparse.Namespace, threads: int) -> int:
+    with tempfile.TemporaryDirectory(dir=options.directory) as folder:
+        loads = big_model.run(Path(folder), options.model_gib, threads)
+    if options.json:
+        head = {"isa": native.isa(), "threads": threads}
+        print(json.dumps(head | {"loads": [asdict(load) for load in loads]}, indent=2))
+        return 0
+    for load in loads:
+        print(
+            f"{load.container:10s} {'cached' if load.cached else 'disk':6s} "
+            f"{load.nbytes / 2**30:6.2f} GiB in {load.seconds:6.2f} s, {load.gb_s:5.2f} GB/s, "
+            f"{load.fraction:6.1%} of reads ({load.read_gb_s:.2f} GB/s); resident "
+            f"{load.final_rss / 2**30:.2f} GiB, at most {load.above_final / 2**20:.0f} MiB more"
+        )
+    return 0
 
 
 def main() -> int:
@@ -214,6 +242,8 @@ def main() -> int:
     torch.set_num_threads(1)  # copies are split by the benchmark's own threads
     if options.isa:
         native.set_isa(options.isa)
+    if options.model_gib:
+        return load_model(options, threads)
     limits = Limits(threads)
     with tempfile.TemporaryDirectory(dir=options.directory) as folder:
         load = loading(Path(folder), options.mib, limits, options.rounds)

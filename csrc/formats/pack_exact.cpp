@@ -6,6 +6,7 @@
 
 #include "core/error.h"
 #include "core/team.h"
+#include "formats/transpose.h"
 
 namespace moestro {
 namespace {
@@ -75,20 +76,29 @@ void bf16_tile(Lanes lanes, uint8_t* tile, NonFinite& bad) {
 
 // Q8_0: float16 d, 32 signed bytes.
 void q8_0_tile(Lanes lanes, uint8_t* tile, NonFinite& bad) {
-  for (int c = 0; c < kTileChannels; ++c) {
-    put_half(tile, c, lanes[c], bad.count[0]);
-    for (int j = 0; j < 8; ++j)
-      put(tile + Int8Layout::kHeader + j * 64 + c * 4, word(lanes[c] + 2 + 4 * j) ^ 0x80808080u);
+  for (int c = 0; c < kTileChannels; ++c) put_half(tile, c, lanes[c], bad.count[0]);
+  for (int c = 0; c < kTileChannels; c += 4) {
+    for (int half = 0; half < 2; ++half) {
+      Quad q[4];
+      for (int i = 0; i < 4; ++i) q[i] = quad(lanes[c + i] + 2 + 16 * half) ^ 0x80808080u;
+      put_words(tile + Int8Layout::kHeader + half * 256 + c * 4, q);
+    }
   }
 }
 
-// Q4_0: float16 d, 16 bytes that pair channels as we do.
-void q4_0_tile(Lanes lanes, uint8_t* tile, NonFinite& bad) {
-  for (int c = 0; c < kTileChannels; ++c) {
-    put_half(tile, c, lanes[c], bad.count[0]);
-    for (int j = 0; j < 4; ++j)
-      put(tile + Int4Layout::kHeader + j * 64 + c * 4, word(lanes[c] + 2 + 4 * j));
+// 16 bytes of each channel that pair channels as we do.
+void put_pairs(Lanes lanes, int at, uint8_t* block) {
+  for (int c = 0; c < kTileChannels; c += 4) {
+    Quad q[4];
+    for (int i = 0; i < 4; ++i) q[i] = quad(lanes[c + i] + at);
+    put_words(block + c * 4, q);
   }
+}
+
+// Q4_0: float16 d, 16 bytes of pairs.
+void q4_0_tile(Lanes lanes, uint8_t* tile, NonFinite& bad) {
+  for (int c = 0; c < kTileChannels; ++c) put_half(tile, c, lanes[c], bad.count[0]);
+  put_pairs(lanes, 2, tile + Int4Layout::kHeader);
 }
 
 // Q4_1: float16 d, float16 m, 16 bytes as Q4_0.
@@ -96,40 +106,50 @@ void q4_1_tile(Lanes lanes, uint8_t* tile, NonFinite& bad) {
   for (int c = 0; c < kTileChannels; ++c) {
     put_half(tile, c, lanes[c], bad.count[0]);
     put_half(tile + 32, c, lanes[c] + 2, bad.count[1]);
-    for (int j = 0; j < 4; ++j)
-      put(tile + Int4MinLayout::kHeader + j * 64 + c * 4, word(lanes[c] + 4 + 4 * j));
   }
+  put_pairs(lanes, 4, tile + Int4MinLayout::kHeader);
 }
 
 constexpr uint32_t kLow = 0x0f0f0f0fu;
 
-// Of four bytes with two channels each: the channels in low nibbles, or those in high nibbles.
-uint32_t nibbles(uint32_t w, bool high) { return (high ? w >> 4 : w) & kLow; }
+// Channels 0..15 and 16..31 of a block, in the low or in the high nibbles of their bytes, as pairs.
+Quad pairs(Quad first, Quad second, bool high) {
+  if (high) return (first >> 4 & kLow) | (second & ~kLow);
+  return (first & kLow) | (second & kLow) << 4;
+}
 
-// Q4_K: float16 d, float16 dmin, 12 bytes of 6-bit scales and minima, 128 bytes of which each 32
-// hold two blocks: the first in the low, the second in the high nibbles.
+// 6-bit scales and minima of Q4_K's eight blocks, in 12 bytes: of four channels.
+void put_k4_scales(const uint8_t* const lanes[4], uint8_t* scales, uint8_t* minima) {
+  uint32_t s[2][4], m[2][4];
+  for (int i = 0; i < 4; ++i) {
+    const uint32_t a = word(lanes[i] + 4), b = word(lanes[i] + 8), both = word(lanes[i] + 12);
+    s[0][i] = a & 0x3f3f3f3fu;
+    m[0][i] = b & 0x3f3f3f3fu;
+    s[1][i] = (both & kLow) | (a >> 2 & 0x30303030u);
+    m[1][i] = (both >> 4 & kLow) | (b >> 2 & 0x30303030u);
+  }
+  for (int half = 0; half < 2; ++half) {
+    put_bytes(scales + half * 64, s[half]);
+    put_bytes(minima + half * 64, m[half]);
+  }
+}
+
+// Q4_K: float16 d, float16 dmin, 12 bytes of scales and minima, 128 bytes of which each 32 hold two
+// blocks: the first in the low, the second in the high nibbles.
 void q4_k_tile(Lanes lanes, uint8_t* tile, NonFinite& bad) {
   for (int c = 0; c < kTileChannels; ++c) {
-    const uint8_t* from = lanes[c];
-    put_half(tile, c, from, bad.count[0]);
-    put_half(tile + 32, c, from + 2, bad.count[1]);
-    uint8_t* scales = tile + 64 + c;
-    uint8_t* minima = tile + 192 + c;
-    for (int i = 0; i < 4; ++i) {
-      const uint8_t a = from[4 + i], b = from[8 + i], both = from[12 + i];
-      scales[i * 16] = a & 63;
-      minima[i * 16] = b & 63;
-      scales[(4 + i) * 16] = static_cast<uint8_t>((both & 15) | (a >> 6 << 4));
-      minima[(4 + i) * 16] = static_cast<uint8_t>((both >> 4) | (b >> 6 << 4));
-    }
+    put_half(tile, c, lanes[c], bad.count[0]);
+    put_half(tile + 32, c, lanes[c] + 2, bad.count[1]);
+  }
+  for (int c = 0; c < kTileChannels; c += 4) {
+    put_k4_scales(lanes + c, tile + 64 + c, tile + 192 + c);
     for (int block = 0; block < K4Layout::kTileBlocks; ++block) {
-      const uint8_t* codes = from + 16 + block / 2 * 32;
-      uint8_t* to = tile + K4Layout::kHeader + block * K4Layout::kBlock + c * 4;
-      for (int j = 0; j < 4; ++j) {
-        const uint32_t first = nibbles(word(codes + 4 * j), block % 2);
-        const uint32_t second = nibbles(word(codes + 16 + 4 * j), block % 2);
-        put(to + j * 64, first | second << 4);
+      Quad q[4];
+      for (int i = 0; i < 4; ++i) {
+        const uint8_t* codes = lanes[c + i] + 16 + block / 2 * 32;
+        q[i] = pairs(quad(codes), quad(codes + 16), block % 2 != 0);
       }
+      put_words(tile + K4Layout::kHeader + block * K4Layout::kBlock + c * 4, q);
     }
   }
 }
@@ -138,25 +158,28 @@ void q4_k_tile(Lanes lanes, uint8_t* tile, NonFinite& bad) {
 // 64 bytes with channels 0..63 in the low and 64..127 in the high nibbles, and 32 bytes whose bit
 // pairs belong to channels l, l + 32, l + 64, l + 96.
 void q6_k_tile(Lanes lanes, uint8_t* tile, NonFinite& bad) {
-  for (int c = 0; c < kTileChannels; ++c) {
-    const uint8_t* from = lanes[c];
-    put_half(tile, c, from + 208, bad.count[0]);
-    for (int sub = 0; sub < 16; ++sub) tile[32 + sub * 16 + c] = from[192 + sub];
+  for (int c = 0; c < kTileChannels; ++c) put_half(tile, c, lanes[c] + 208, bad.count[0]);
+  for (int c = 0; c < kTileChannels; c += 4) {
+    for (int sub = 0; sub < 16; sub += 4) {
+      uint32_t scales[4];
+      for (int i = 0; i < 4; ++i) scales[i] = word(lanes[c + i] + 192 + sub);
+      put_bytes(tile + 32 + sub * 16 + c, scales);
+    }
     for (int block = 0; block < K6Layout::kTileBlocks; ++block) {
       const int half = block / 4, quarter = block % 4;
-      const uint8_t* low = from + half * 64 + quarter % 2 * 32;
-      const uint8_t* high = from + 128 + half * 32;
       uint8_t* to = tile + K6Layout::kHeader + block * K6Layout::kBlock + c * 4;
-      for (int j = 0; j < 4; ++j) {
-        const uint32_t first = nibbles(word(low + 4 * j), quarter >= 2);
-        const uint32_t second = nibbles(word(low + 16 + 4 * j), quarter >= 2);
-        put(to + j * 64, first | second << 4);
+      Quad q[4];
+      for (int i = 0; i < 4; ++i) {
+        const uint8_t* low = lanes[c + i] + half * 64 + quarter % 2 * 32;
+        q[i] = pairs(quad(low), quad(low + 16), quarter >= 2);
       }
+      put_words(to, q);
       for (int h = 0; h < 2; ++h) {
-        uint32_t bits = 0;
-        for (int jj = 0; jj < 4; ++jj)
-          bits |= (word(high + 16 * h + 4 * jj) >> (2 * quarter) & 0x03030303u) << (2 * jj);
-        put(to + 256 + h * 64, bits);
+        for (int i = 0; i < 4; ++i) q[i] = quad(lanes[c + i] + 128 + half * 32 + 16 * h);
+        transpose(q);
+        Quad bits = q[0] >> (2 * quarter) & 0x03030303u;
+        for (int jj = 1; jj < 4; ++jj) bits |= (q[jj] >> (2 * quarter) & 0x03030303u) << (2 * jj);
+        put_quad(to + 256 + h * 64, bits);
       }
     }
   }
