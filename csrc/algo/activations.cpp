@@ -18,7 +18,8 @@ ActivationBuffer::ActivationBuffer(const PackedMatrix& weight, int64_t capacity)
 
 bool share_activations(const PackedMatrix& a, const PackedMatrix& b) {
   const LayoutFacts &fa = layout_facts(a.kind), &fb = layout_facts(b.kind);
-  if (a.padded_cols != b.padded_cols || fa.is_float != fb.is_float) return false;
+  if (a.padded_cols != b.padded_cols || fa.is_float != fb.is_float || fa.pairs != fb.pairs)
+    return false;
   return fa.is_float || (fa.steps == fb.steps && fa.zero == fb.zero && fa.has_min == fb.has_min);
 }
 

@@ -236,22 +236,11 @@ inline void load_pair(F16Layout, const uint8_t* block, int k, F32& even, F32& od
 inline void load_pair(Bf16Layout, const uint8_t* block, int k, F32& even, F32& odd) {
   f_load_bf16_pairs(reinterpret_cast<const uint16_t*>(block) + 16 * k, even, odd);
 }
-
-// A float tile: what its header holds, and its channels as weights, rounded once.
-template <class Layout>
-struct FloatTile {
-  explicit FloatTile(const uint8_t*) {}
-  void pair(const uint8_t* block, int k, F32& even, F32& odd) const {
-    load_pair(Layout{}, block, k, even, odd);
-  }
-};
-template <>
-struct FloatTile<Fp8Layout> {
-  F32 scale;  // times the 2^8 that f_load_e4m3_256th leaves out: exact
-  explicit FloatTile(const uint8_t* tile)
-      : scale(f_mul(f_load(reinterpret_cast<const float*>(tile)), f_set1(256.0f))) {}
-  void pair(const uint8_t* block, int k, F32& even, F32& odd) const {
-    even = f_mul(f_load_e4m3_256th(block + 16 * k), scale);
-    odd = f_mul(f_load_e4m3_256th(block + 16 * k + 16), scale);
-  }
-};
+// Divided by 2^8, which the scale makes up for.
+inline void load_pair(Fp8Layout, const uint8_t* block, int k, F32& even, F32& odd) {
+  even = f_load_e4m3_256th(block + 16 * k);
+  odd = f_load_e4m3_256th(block + 16 * k + 16);
+}
+inline F32 load_scale(Fp8Layout, const uint8_t* tile) {
+  return f_mul(f_load(reinterpret_cast<const float*>(tile)), f_set1(256.0f));
+}

@@ -23,21 +23,14 @@ constexpr int kBlockChannels = 32;
 // The facts of a layout struct as values.
 struct LayoutFacts {
   const char* stem;
-  bool grouped, is_float, has_min;
+  bool grouped, is_float, pairs, has_min;
   int header, block, tile_blocks, bits, steps, zero;
 };
 template <class Layout>
 constexpr LayoutFacts make_facts(const char* stem, bool grouped) {
-  return {stem,
-          grouped,
-          Layout::kFloat,
-          Layout::kMin,
-          Layout::kHeader,
-          Layout::kBlock,
-          Layout::kTileBlocks,
-          Layout::kBits,
-          Layout::kSteps,
-          Layout::kZero};
+  return {stem,          grouped,         Layout::kFloat, kPairs<Layout>,
+          Layout::kMin,  Layout::kHeader, Layout::kBlock, Layout::kTileBlocks,
+          Layout::kBits, Layout::kSteps,  Layout::kZero};
 }
 
 constexpr LayoutFacts kLayoutFacts[] = {

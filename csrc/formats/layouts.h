@@ -153,6 +153,15 @@ struct Fp8Layout {
   static constexpr bool kMin = false;
 };
 
+// Layouts whose decoded elements are bfloat16 before the scale: they are multiplied in pairs where
+// there is a dot of pairs.
+template <class Layout>
+constexpr bool kPairs = false;
+template <>
+constexpr bool kPairs<Bf16Layout> = true;
+template <>
+constexpr bool kPairs<Fp8Layout> = true;
+
 static_assert(Int4Layout::kHeader + Int4Layout::kBlock == 288);
 static_assert(Mxfp4Layout::kHeader + Mxfp4Layout::kBlock == 272);
 static_assert(K2Layout::kHeader + 8 * K2Layout::kBlock == 1344);

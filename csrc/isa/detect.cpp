@@ -65,6 +65,8 @@ bool cpu_supports_avx2() {
   return has_saved(kYmmState) && fma && avx && f16c && bit(extended.b, 5);
 }
 
+bool cpu_supports_avx_vnni() { return cpu_supports_avx2() && bit(cpuid(7, 1).a, 4); }
+
 bool cpu_supports_avx512() {
   const Registers extended = cpuid(7, 0);
   const bool f = bit(extended.b, 16), dq = bit(extended.b, 17);

@@ -6,6 +6,7 @@ namespace moestro {
 bool cpu_supports_scalar();
 #if defined(__x86_64__)
 bool cpu_supports_avx2();
+bool cpu_supports_avx_vnni();
 bool cpu_supports_avx512();
 bool cpu_supports_avx512_vnni();
 bool cpu_supports_avx512_bf16();

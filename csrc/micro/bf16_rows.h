@@ -21,12 +21,6 @@ inline Pair pair_even_row(const std::byte* p) { return _mm512_cvtepu16_epi32(row
 inline Pair pair_odd_row(const std::byte* p) {
   return _mm512_slli_epi32(_mm512_cvtepu16_epi32(row16(p)), 16);
 }
-// The same pair in every lane.
-inline Pair pair_set1(const uint16_t* p) {
-  int32_t both;
-  std::memcpy(&both, p, 4);
-  return _mm512_set1_epi32(both);
-}
 // Rounds to nearest even, denormals to zero; returns what was stored.
 inline F32 round_to_bf16(uint16_t* p, F32 x) {
   const __m256i half = __m256i(_mm512_cvtneps_pbh(x));

@@ -82,8 +82,8 @@ inline F32 f_load_f16(const uint16_t* p) {
   return {_mm256_cvtph_ps(load128(p)), _mm256_cvtph_ps(load128(p + 8))};
 }
 inline F32 f_load_e4m3_256th(const uint8_t* p) {
-  const __m256i w = _mm256_slli_epi16(_mm256_cvtepu8_epi16(load128(p)), 8);
-  const __m256i h = _mm256_and_si256(_mm256_srai_epi16(w, 1), _mm256_set1_epi16(short(0xbfff)));
+  const __m256i w = _mm256_slli_epi16(_mm256_cvtepi8_epi16(load128(p)), 7);
+  const __m256i h = _mm256_and_si256(w, _mm256_set1_epi16(short(0xbfff)));
   return {_mm256_cvtph_ps(_mm256_castsi256_si128(h)),
           _mm256_cvtph_ps(_mm256_extracti128_si256(h, 1))};
 }

@@ -59,9 +59,8 @@ inline F32 f_load_f16(const uint16_t* p) {
 }
 inline F32 f_load_e4m3_256th(const uint8_t* p) {
   const __m256i w = _mm256_slli_epi16(
-      _mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))), 8);
-  return _mm512_cvtph_ps(
-      _mm256_and_si256(_mm256_srai_epi16(w, 1), _mm256_set1_epi16(short(0xbfff))));
+      _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))), 7);
+  return _mm512_cvtph_ps(_mm256_and_si256(w, _mm256_set1_epi16(short(0xbfff))));
 }
 inline F32 f_load_bf16(const uint16_t* p) {
   const __m256i h = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));

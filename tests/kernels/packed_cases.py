@@ -14,6 +14,19 @@ from moestro.formats.base import PackedWeight
 #: the kernel tables of this machine, and the models of others
 ISAS = [*native.supported_isas(), *native.emulated_isas()]
 FORMATS = [name for name in native.core.format_names() if name in formats.names()]
+#: tables that multiply bfloat16 pairs, and the formats they do it for: their activations are
+#: rounded to bfloat16, and their bits are their own
+PAIR_ISAS = ("avx512_bf16", "amx")
+PAIR_FORMATS = tuple(name for name in FORMATS if name == "bf16" or name.startswith("fp8-"))
+
+
+def multiplies_pairs(isa: str, *names: str) -> bool:
+    return isa in PAIR_ISAS and any(name in PAIR_FORMATS for name in names)
+
+
+def reference_isa(isa: str, *names: str) -> str:
+    """The table whose bits, on one thread, a result of these formats on ``isa`` must have."""
+    return isa if multiplies_pairs(isa, *names) else "scalar"
 
 
 def random_weight(name: str, rows: int, cols: int, seed: int = 0) -> PackedWeight:
@@ -46,8 +59,11 @@ def quantized(x: Tensor) -> Tensor:
     return (codes.double() * scale.double()).view(x.shape[0], -1)[:, : x.shape[1]]
 
 
-def multiplied(name: str, x: Tensor) -> Tensor:
-    """What the kernel of this format sees of the activations, float64."""
+def multiplied(name: str, x: Tensor, isa: str | None = None) -> Tensor:
+    """What the kernel of this format sees of the activations on ``isa`` (or the one in use),
+    float64."""
+    if multiplies_pairs(native.isa() if isa is None else isa, name):
+        return x.bfloat16().double()
     return x.double() if formats.get(name).is_float else quantized(x)
 
 

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from moestro import native
+
 ROOT = Path(__file__).resolve().parents[2]
 #: VEX and EVEX encoded instructions are those that start with v and name a vector register
 _VECTOR = re.compile(r"\tv[a-z0-9]+\s[^\n]*%[xyz]mm")
@@ -77,6 +79,50 @@ def test_tile_instructions_are_in_the_amx_object_alone_and_released(binutils):
         assert len(entries) > 10
         for entry in entries - {s for s in entries if s.endswith(".cold")}:
             assert "tilerelease" in found[path][entry], entry
+
+
+def instructions(name: str) -> list[tuple[str, str]]:
+    """(bytes, text) of each instruction of the newest object of one instruction set."""
+    objects = list(ROOT.glob(f"build/*/CMakeFiles/moestro_native.dir/csrc/isa/{name}.cpp.o"))
+    if not objects:
+        pytest.skip("no object files of a build in build/: run make dev")
+    newest = max(objects, key=lambda path: path.stat().st_mtime)
+    lines = tool("objdump", "-d", "--wide", "--insn-width=15", str(newest)).splitlines()
+    fields = (line.split("\t") for line in lines)
+    return [(field[1].strip(), field[2]) for field in fields if len(field) == 3]
+
+
+def test_the_bf16_object_multiplies_pairs_on_whole_registers(binutils):
+    products = [text for _, text in instructions("avx512_bf16") if text.startswith("vdpbf16ps")]
+    assert len(products) > 1000
+    assert all("%zmm" in text for text in products)
+
+
+def test_the_avx_vnni_object_is_vex_encoded(binutils):
+    """Its processors have no AVX-512: an EVEX prefix (byte 62) would be an illegal instruction."""
+    found = instructions("avx_vnni")
+    products = [code for code, text in found if "vpdpbusd" in text]
+    assert len(products) > 100
+    assert all(code.startswith("c4 ") for code in products)
+    assert not [text for code, text in found if code.startswith("62 ") or "%zmm" in text]
+
+
+def test_avx_vnni_products_equal_scalar_ones_with_the_instruction_written_out(tmp_path):
+    """The machine at hand may lack the instruction; the rest of its kernels runs on AVX2."""
+    compiler = shutil.which("c++") or shutil.which("g++")
+    if compiler is None or "avx2" not in native.supported_isas():
+        pytest.skip("needs a C++ compiler and AVX2")
+    source = Path(__file__).with_name("integer_tiles.cpp")
+    common = ("-std=c++20", "-O0", "-w", "-ffp-contract=off", f"-I{ROOT / 'csrc'}")
+    outputs = []
+    for name, flags in (("scalar", ()), ("emulated", ("-DEMULATED", "-mavx2", "-mfma", "-mf16c"))):
+        program = str(tmp_path / name)
+        tool(compiler, *common, *flags, str(source), "-o", program)
+        outputs.append(tool(program).splitlines())
+    scalar, emulated = outputs
+    integer_formats = {line.split()[0] for line in scalar}
+    assert len(integer_formats) > 10 and len(scalar) == 10 * len(integer_formats)
+    assert scalar == emulated
 
 
 LEAKY = """

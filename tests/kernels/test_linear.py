@@ -30,9 +30,9 @@ def test_same_bits_for_every_isa_thread_count_and_batch(name: str) -> None:
     for rows, cols in SHAPES:
         weight = cases.random_weight(name, rows, cols, seed=rows)
         x = torch.randn(19, cols, generator=torch.Generator().manual_seed(cols))
-        with cases.running("scalar", 1):
-            expected = cases.linear(weight, x)
         for isa in ISAS:
+            with cases.running(cases.reference_isa(isa, name), 1):
+                expected = cases.linear(weight, x)
             for threads in (1, 2):
                 with cases.running(isa, threads):
                     assert torch.equal(cases.linear(weight, x), expected), (isa, threads)
@@ -48,9 +48,9 @@ def test_values_against_float64(name: str, isa: str) -> None:
     for rows, cols in SHAPES:
         weight = cases.random_weight(name, rows, cols)
         x = torch.randn(5, cols, generator=torch.Generator().manual_seed(1))
-        exact = cases.multiplied(name, x) @ weight.unpack().double().T
+        exact = cases.multiplied(name, x, isa) @ weight.unpack().double().T
         # one rounding per float step; sums of |terms| bound the growth
-        size = cases.multiplied(name, x).abs() @ weight.unpack().double().abs().T
+        size = cases.multiplied(name, x, isa).abs() @ weight.unpack().double().abs().T
         with cases.running(isa, 1):
             error = (cases.linear(weight, x).double() - exact).abs()
         assert bool((error <= 4e-7 * size.clamp_min(1e-30) * max(1.0, cols / 256) ** 0.5).all())
@@ -64,7 +64,7 @@ def test_extreme_codes_are_exact(name: str, isa: str) -> None:
     weight = cases.extreme_weight(name, 20, cols)
     signs = torch.tensor([1.0, -1.0]).repeat(cols // 2)
     x = torch.stack([torch.ones(cols), -torch.ones(cols), signs, -signs, torch.zeros(cols)])
-    exact = cases.multiplied(name, x) @ weight.unpack().double().T
+    exact = cases.multiplied(name, x, isa) @ weight.unpack().double().T
     with cases.running(isa, 1):
         found = cases.linear(weight, x)
     assert torch.allclose(found.double(), exact, rtol=1e-6, atol=1e-4)
@@ -91,12 +91,13 @@ def test_random_code_bytes_match_scalar(isa: str) -> None:
         assert torch.allclose(*outs, rtol=0, atol=0, equal_nan=True), name
 
 
-@pytest.mark.parametrize("name", ["int4-g32", "k2", "k6", "f32"])
+@pytest.mark.parametrize("name", ["int4-g32", "k2", "k6", "f32", "bf16", "fp8-g32"])
 @pytest.mark.parametrize("isa", ISAS)
 def test_non_finite_activations_give_nan_in_their_row_only(name: str, isa: str) -> None:
     weight = cases.random_weight(name, 32, 256)
     x = torch.randn(4, 256, generator=torch.Generator().manual_seed(2))
-    clean = cases.linear(weight, x)
+    with cases.running(isa, 1):
+        clean = cases.linear(weight, x)
     for bad in (float("nan"), float("inf"), -float("inf")):
         dirty = x.clone()
         dirty[1, 77] = bad
