@@ -20,7 +20,7 @@ from typing import Any
 import gguf
 import numpy as np
 
-from moestro import native
+from moestro import devices
 from moestro.checkpoints import open_checkpoint
 from moestro.formats.base import packed_buffer
 from moestro.memory.convert import convert
@@ -134,7 +134,7 @@ def _memory(name: str) -> int:
 
 
 def _load(path: Path, layers: int, threads: int) -> dict[str, Any]:
-    native.set_threads(threads)
+    devices.get("cpu").set_threads(threads)
     start = time.perf_counter()
     with open_checkpoint(path) as checkpoint:
         weights = load_weights(checkpoint, specs(layers), policy=FormatPolicy.parse(""))

@@ -132,7 +132,7 @@ def show(report: dict[str, Any]) -> None:
         lines.add_row(name, text)
     console.print(lines)
     if report["self_check"]:
-        console.print("\nself-check of the kernels (* in use)")
+        console.print("\nself-check of the kernels (* in use, - not on this CPU)")
         for part in _self_check.render(report["self_check"], report["native"]["isa"], console):
             console.print(part)
 
