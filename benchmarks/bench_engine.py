@@ -24,7 +24,7 @@ import torch
 from limits import Probes
 from moestro import LLM, SamplingParams, __version__, models, native
 from moestro.checkpoints import open_checkpoint
-from moestro.engine.request import Completion
+from moestro.engine.request import MAX_LOGPROBS, Completion
 from moestro.memory.policy import FormatPolicy
 from moestro.memory.sources import ExpertsSource, resolve
 
@@ -81,6 +81,12 @@ class Session:
     def prefill(self, tokens: int) -> float:
         """Seconds per token of a prompt that was never seen, up to its first answer token."""
         return self._complete(self._ids(tokens), 1).timings.prefill / tokens
+
+    def likeliest(self, prompt: list[int]) -> list[tuple[int, float]]:
+        """Tokens that may follow a prompt with their log probabilities, best first."""
+        params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, logprobs=MAX_LOGPROBS)
+        completion = self.llm.generate(prompt, params)[0]
+        return list(completion.logprobs[0].top) if completion.logprobs else []
 
     def decode(self, context: int, tokens: int) -> float:
         """Seconds per token after ``context`` of them; the prompt of each context stays the same,

@@ -20,6 +20,7 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -155,11 +156,20 @@ class Comparison:
                 report = report or self._model_report(peer, version)
                 engine = whole_models.Resident(worker, decoded=whole_models.DECODED)
                 session = Session(model, threads=threads, context=context)
+                described: dict[str, Any] = {
+                    "layers": layers,
+                    "format": session.llm.loaded.format_name,
+                }
+                if peer == LLAMA:
+                    described["disagreement"] = whole_models.check(session, engine)
+                    print(
+                        f"{file_type}: log probabilities differ by {described['disagreement']:.3f}"
+                        " of their spread"
+                    )
                 for task in self._tasks(file_type):
                     row = whole_models.measure(
                         file_type, task, session, engine, self.probes, self.rounds
                     )
-                    described = {"layers": layers, "format": session.llm.loaded.format_name}
                     print(line(report.add(row, **described), f"{file_type} {task}"), flush=True)
                 session.llm.close()
         if report:

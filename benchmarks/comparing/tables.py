@@ -70,17 +70,18 @@ def _error(errors: Content) -> str:
 def model_table(content: Content) -> list[str]:
     """A row per file type and task."""
     lines = [
-        "| file | task | ours | peer | ratio | least to greatest | of read bandwidth: ours, peer |",
-        "|---|---|---|---|---|---|---|",
+        "| file | task | ours | peer | ratio | least, most | of read: ours, peer | differ by |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for row in content["rows"]:
         shares = [row["ours_of_read"], row["peer_of_read"]]
         of_read = "" if None in shares else ", ".join(f"{share:.0%}" for share in shares)
+        differ = f"{row['disagreement']:.1%}" if "disagreement" in row else ""
         spread = f"{row['ratio_min']:.2f} to {row['ratio_max']:.2f}"
         lines.append(
             f"| {row['file_type']} | {_task(row['task'])} | "
             f"{row['ours_us']:.0f} µs | {row['peer_us']:.0f} µs | **{row['ratio']:.2f}×** | "
-            f"{spread} | {of_read} |"
+            f"{spread} | {of_read} | {differ} |"
         )
     return lines
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+
+import torch
 
 from bench_engine import Session
 from limits import Probes
@@ -21,6 +24,11 @@ class Resident:
 
     def __init__(self, worker: Worker, *, decoded: int) -> None:
         self._worker, self._decoded = worker, decoded
+
+    def logits(self, ids: list[int]) -> list[float]:
+        """After these tokens; llama.cpp only, as the other has weights of its own."""
+        answer = self._worker.ask(f"check {' '.join(map(str, ids))}")
+        return [float(logit) for logit in answer["logits"]]
 
     def prefill(self) -> float:
         return float(self._worker.ask(f"prefill {PREFILL}")["seconds"]) / PREFILL
@@ -49,6 +57,17 @@ def transformers_config(shape: str, layers: int) -> dict[str, Any]:
         "decoder_sparse_step": 1,
         "tie_word_embeddings": False,
     }
+
+
+def check(session: Session, peer: Resident) -> float:
+    """How far both disagree after the same tokens: root mean square difference of the log
+    probabilities of our likeliest tokens, over the spread of the peer's over all tokens.
+    """
+    ids = [7 * index % session.spec.vocab_size for index in range(3, 35)]
+    theirs = torch.tensor(peer.logits(ids)).double().log_softmax(0)
+    ours = session.likeliest(ids)
+    squares = [(value - float(theirs[token])) ** 2 for token, value in ours]
+    return math.sqrt(statistics.fmean(squares)) / float(theirs.std())
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,6 +9,7 @@
 // Each line on standard input is answered by a line of JSON:
 //   prefill TOKENS            -> seconds of the whole prompt
 //   decode CONTEXT TOKENS     -> seconds of all tokens; the context is computed once and kept
+//   check ID ID ...           -> logits after these tokens
 #include <algorithm>
 #include <chrono>
 #include <cstdlib>
@@ -49,6 +50,13 @@ class Session {
     return timed([&] { decode_tokens(count); });
   }
 
+  std::vector<float> check(std::vector<llama_token> ids) {
+    clear();
+    issue(ids.data(), int(ids.size()));
+    const float* logits = llama_get_logits_ith(context_, -1);
+    return {logits, logits + tokens_};
+  }
+
   double decode(int depth, int count) {
     if (depth != depth_) {
       clear();
@@ -81,10 +89,14 @@ class Session {
     for (int done = 0; done < count; done += kBatch) {
       const int n = std::min(kBatch, count - done);
       for (int i = 0; i < n; ++i) ids[size_t(i)] = std::rand() % tokens_;
-      if (llama_decode(context_, llama_batch_get_one(ids.data(), n)))
-        throw std::runtime_error("llama_decode failed");
+      issue(ids.data(), n);
     }
     llama_synchronize(context_);
+  }
+
+  void issue(llama_token* ids, int count) {
+    if (llama_decode(context_, llama_batch_get_one(ids, count)))
+      throw std::runtime_error("llama_decode failed");
   }
 
   llama_model* model_ = nullptr;
@@ -100,14 +112,29 @@ int quantize(char** words) {
   return int(llama_model_quantize(words[2], words[3], &params));
 }
 
-double answer(Session& session, const std::string& line) {
+std::string answer(Session& session, const std::string& line) {
   std::istringstream words(line);
   std::string what;
-  int first = 0, second = 0;
-  words >> what >> first >> second;
-  if (what == "prefill") return session.prefill(first);
-  if (what == "decode") return session.decode(first, second);
-  throw std::runtime_error("unknown request: " + line);
+  words >> what;
+  std::vector<int> numbers;
+  for (int number; words >> number;) numbers.push_back(number);
+  std::ostringstream reply;
+  reply.precision(9);
+  if (what == "prefill" && numbers.size() == 1) {
+    reply << "{\"seconds\": " << session.prefill(numbers[0]) << "}";
+  } else if (what == "decode" && numbers.size() == 2) {
+    reply << "{\"seconds\": " << session.decode(numbers[0], numbers[1]) << "}";
+  } else if (what == "check" && !numbers.empty()) {
+    const char* separator = "{\"logits\": [";
+    for (float logit : session.check(numbers)) {
+      reply << separator << logit;
+      separator = ", ";
+    }
+    reply << "]}";
+  } else {
+    throw std::runtime_error("unknown request: " + line);
+  }
+  return reply.str();
 }
 
 }  // namespace
@@ -119,7 +146,7 @@ int main(int count, char** words) try {
   Session session(words[1], std::stoi(words[2]), std::stoi(words[3]));
   std::cout << "{\"ready\": true}" << std::endl;
   for (std::string line; std::getline(std::cin, line);)
-    std::cout << "{\"seconds\": " << answer(session, line) << "}" << std::endl;
+    std::cout << answer(session, line) << std::endl;
   return 0;
 } catch (const std::exception& error) {
   std::cerr << error.what() << std::endl;

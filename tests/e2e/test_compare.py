@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 import torch
 
-from bench_engine import bytes_per_token
+from bench_engine import Session, bytes_per_token
 from bench_moe import Shape
-from comparing import operators, tables, weights
+from comparing import operators, tables, weights, whole_models
 from comparing.report import Report
 from moestro import formats
 from peers.llama_cpp import LlamaCpp
@@ -106,6 +106,18 @@ def test_our_engine_runs_the_synthetic_file(tmp_path: Path) -> None:
     found = model_logits.sequence_logits(model_logits.load(path, device="cpu"), ids)
     assert exact.std() > 0.05
     assert float((found - exact).norm() / exact.norm()) < 0.05
+
+    class Exact:
+        """In the place of a peer."""
+
+        def logits(self, ids: list[int]) -> list[float]:
+            model = model_logits.load(path, device="reference")
+            return model_logits.sequence_logits(model, ids)[-1].tolist()
+
+    session = Session(path, threads=1, context=128)
+    assert whole_models.check(session, Exact()) < 0.05
+    assert session.prefill(16) > 0
+    assert session.decode(8, 4) > 0
     # two layers, each: attention, router (float32), 2 of 8 experts; and the head
     attention = 2 * 256 * (4 * 64 + 2 * 64 + 2 * 64 + 4 * 64)
     per_layer = attention + 4 * 8 * 256 + 2 * 2 * 3 * 256 * 256
