@@ -68,11 +68,7 @@ class Layers:
         self.layout = BlobLayout.plan(sizes)
         self.part_bytes = sum(formats.get(f).nbytes(r, c) for f, r, c in sizes)
         expert = torch.empty(self.layout.nbytes, dtype=torch.uint8)
-        generator = torch.Generator().manual_seed(0)
-        packed = [
-            formats.get(f).pack(torch.randn(r, c, generator=generator) * 0.02) for f, r, c in sizes
-        ]
-        self.layout.fill(expert, packed)
+        self.layout.fill(expert, [formats.get(f).example(r, c) for f, r, c in sizes])
         self.banks: list[Tensor] = []
         for _ in range(layers):
             bank = torch.from_numpy(native.allocate_bytes(shape.num_experts * self.layout.nbytes))

@@ -146,6 +146,23 @@ struct Decoder<Mxfp4Layout> {
 };
 
 template <>
+struct Decoder<Nvfp4Layout> {
+  explicit Decoder(const uint8_t*) {}
+  void scales(const uint8_t* tile, int b, F32 step[2], F32*) const {
+    const F32 half = f_set1(128.0f);  // and the 2^8 that f_load_e4m3_256th leaves out
+    step[0] = f_mul(f_load_e4m3_256th(tile + 32 * b), half);
+    step[1] = f_mul(f_load_e4m3_256th(tile + 32 * b + 16), half);
+  }
+  static void codes(const uint8_t* block, U8 codes[8]) { lut_codes<Nvfp4Layout>(block, codes); }
+};
+
+template <>
+struct Decoder<TernaryLayout> : Decoder<Int4Layout> {
+  using Decoder<Int4Layout>::Decoder;
+  static void codes(const uint8_t* block, U8 codes[8]) { pair_codes(block, codes); }
+};
+
+template <>
 struct Decoder<K2Layout> {
   F32 d, minus_dmin;
   explicit Decoder(const uint8_t* tile)
@@ -221,6 +238,8 @@ struct Decoder<K6Layout> {
     add_pair_plane<4>(block + 256, codes);
   }
 };
+
+#include "algo/decode_lattice.h"
 
 // Two input channels of a float tile block: channels k and k + 1 (k even) of 16 outputs.
 inline void load_pair(F32Layout, const uint8_t* block, int k, F32& even, F32& odd) {

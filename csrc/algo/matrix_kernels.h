@@ -6,6 +6,7 @@
 //
 #include "algo/activation_kernels.h"
 #include "algo/tiles_int.h"
+#include "algo/tiles_table.h"
 //
 #include "algo/tiles_float.h"
 
@@ -39,6 +40,8 @@ template <class Layout>
 constexpr auto tiles_of() {
   if constexpr (Layout::kFloat) {
     return float_tiles<Layout>;
+  } else if constexpr (requires { Layout::kGrid; }) {
+    return table_tiles<Layout>;
   } else {
     return int_tiles<Layout>;
   }

@@ -133,8 +133,9 @@ struct Decoded {
   float minimum[kDecodedBlocks][Layout::kSteps][16];
 };
 
-template <class Layout>
-void decode_blocks(const TileJob& job, int t, int64_t first, int count, Decoded<Layout>& out) {
+// Codes: a layout of the same steps, whose products are used instead of the layout's own.
+template <class Layout, class Codes>
+void decode_blocks(const TileJob& job, int t, int64_t first, int count, Decoded<Codes>& out) {
   int b = static_cast<int>(first % job.tile_blocks);
   const uint8_t* tile = job.tile[t] + first / job.tile_blocks * job.tile_bytes;
   for (int done = 0; done < count;) {
@@ -213,16 +214,16 @@ inline void for_token_blocks(int m, F&& f) {
   }
 }
 
-template <class Layout>
+template <class Layout, class Codes = Layout>
 void decoded_tiles(const TileJob& job) {
-  auto& decoded = *reinterpret_cast<Decoded<Layout>*>(job.scratch);
-  static_assert(sizeof(Decoded<Layout>) <= kTileScratchBytes);
+  auto& decoded = *reinterpret_cast<Decoded<Codes>*>(job.scratch);
+  static_assert(sizeof(Decoded<Codes>) <= kTileScratchBytes);
   for (int t = 0; t < job.tiles; ++t) {
     for (int64_t first = 0; first < job.blocks; first += kDecodedBlocks) {
       const int count = static_cast<int>(std::min<int64_t>(kDecodedBlocks, job.blocks - first));
       decode_blocks<Layout>(job, t, first, count, decoded);
       for_token_blocks<kBlockTokens>(job.m, [&]<int kTokens>(int i) {
-        multiply_decoded<Layout, kTokens>(job, t, decoded, first, count, i);
+        multiply_decoded<Codes, kTokens>(job, t, decoded, first, count, i);
       });
     }
   }

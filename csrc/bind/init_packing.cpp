@@ -46,6 +46,31 @@ std::tuple<double, double> bind_quantize(const std::string& format, Matrix weigh
   return {loss.error, loss.norm};
 }
 
+template <size_t kPoints>
+std::vector<int> words(const uint16_t (&grid)[kPoints]) {
+  return {grid, grid + kPoints};
+}
+
+std::vector<int> bind_grid(const std::string& format) {
+  switch (describe_matrix(format, 1, 1).kind) {
+    case FormatKind::kIq2xxs:
+      return words(kGridIq2xxs);
+    case FormatKind::kIq2xs:
+      return words(kGridIq2xs);
+    case FormatKind::kIq2s:
+      return words(kGridIq2s);
+    case FormatKind::kIq3xxs:
+      return words(kGridIq3xxs);
+    case FormatKind::kIq3s:
+      return words(kGridIq3s);
+    case FormatKind::kIq1s:
+    case FormatKind::kIq1m:
+      return words(kGridIq1);
+    default:
+      throw Error(ErrorKind::kUnsupportedFormat, "weight format " + format + " has no grid");
+  }
+}
+
 }  // namespace
 
 void init_packing(nb::module_& m) {
@@ -58,6 +83,8 @@ void init_packing(nb::module_& m) {
   m.def("quantize", &bind_quantize, nb::arg("format"), nb::arg("weight").noconvert(),
         nb::arg("importance").noconvert().none(), nb::arg("out").noconvert(),
         "Squared error and squared norm of the packed weights.");
+  m.def("grid", &bind_grid, nb::arg("format"),
+        "The points of a lattice format's grid, as words (formats/lattice_grids.def).");
 }
 
 }  // namespace moestro

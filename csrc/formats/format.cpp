@@ -64,28 +64,61 @@ float k3_element(const uint8_t* tile, int b, int k, int c, int code) {
          static_cast<float>(code - 4);
 }
 
+template <class Layout>
+float lattice_element(const uint8_t* tile, int b, int k, int c) {
+  const uint8_t* block = tile + Layout::kHeader + int64_t{b} * Layout::kBlock;
+  const float step =
+      half_at(tile, c) * Layout::kUnit * static_cast<float>(lattice_scale<Layout>(tile, b, k, c));
+  return step * static_cast<float>(lattice_value<Layout>(block, k, c));
+}
+
+float any_lattice_element(FormatKind kind, const uint8_t* tile, int b, int k, int c) {
+  switch (kind) {
+    case FormatKind::kIq2xxs:
+      return lattice_element<Iq2xxsLayout>(tile, b, k, c);
+    case FormatKind::kIq2xs:
+      return lattice_element<Iq2xsLayout>(tile, b, k, c);
+    case FormatKind::kIq2s:
+      return lattice_element<Iq2sLayout>(tile, b, k, c);
+    case FormatKind::kIq3xxs:
+      return lattice_element<Iq3xxsLayout>(tile, b, k, c);
+    case FormatKind::kIq3s:
+      return lattice_element<Iq3sLayout>(tile, b, k, c);
+    case FormatKind::kIq1s:
+      return lattice_element<Iq1sLayout>(tile, b, k, c);
+    case FormatKind::kIq1m:
+      return lattice_element<Iq1mLayout>(tile, b, k, c);
+    default:
+      return 0.0f;
+  }
+}
+
+float float_element(FormatKind kind, const uint8_t* tile, const uint8_t* block, int k, int c) {
+  uint16_t half;
+  float whole;
+  switch (kind) {
+    case FormatKind::kF32:
+      std::memcpy(&whole, block + 4 * (k * 16 + c), 4);
+      return whole;
+    case FormatKind::kF16:
+      return half_at(block, k * 16 + c);
+    case FormatKind::kBf16:
+      std::memcpy(&half, block + 2 * (k / 2 * 32 + c * 2 + k % 2), 2);
+      return bf16_to_f32(half);
+    case FormatKind::kFp8:
+      std::memcpy(&whole, tile + 4 * c, 4);
+      return whole * e4m3_to_f32(block[k * 16 + c]);
+    default:
+      return 0.0f;
+  }
+}
+
 // Element (k, c) of block `b` of a tile; k counts inside the block.
 float element(FormatKind kind, const uint8_t* tile, int b, int k, int c) {
   const LayoutFacts& f = layout_facts(kind);
   const uint8_t* block = tile + f.header + int64_t{b} * f.block;
+  if (f.is_float) return float_element(kind, tile, block, k, c);
   switch (kind) {
-    case FormatKind::kF32: {
-      float value;
-      std::memcpy(&value, block + 4 * (k * 16 + c), 4);
-      return value;
-    }
-    case FormatKind::kF16:
-      return half_at(block, k * 16 + c);
-    case FormatKind::kBf16: {
-      uint16_t h;
-      std::memcpy(&h, block + 2 * (k / 2 * 32 + c * 2 + k % 2), 2);
-      return bf16_to_f32(h);
-    }
-    case FormatKind::kFp8: {
-      float scale;
-      std::memcpy(&scale, tile + 4 * c, 4);
-      return scale * e4m3_to_f32(block[k * 16 + c]);
-    }
     case FormatKind::kInt8:
       return half_at(tile, c) * static_cast<float>(block[k / 4 * 64 + c * 4 + k % 4] - 128);
     case FormatKind::kInt4:
@@ -103,6 +136,11 @@ float element(FormatKind kind, const uint8_t* tile, int b, int k, int c) {
     case FormatKind::kMxfp4:
       return std::ldexp(static_cast<float>(Mxfp4Layout::kValues[nibble(block, k, c)]),
                         tile[c] - 128);
+    case FormatKind::kNvfp4:
+      return e4m3_to_f32(tile[(2 * b + k / 16) * 16 + c]) * 0.5f *
+             static_cast<float>(Nvfp4Layout::kValues[nibble(block, k, c)]);
+    case FormatKind::kTernary:
+      return half_at(tile, c) * static_cast<float>(pair_bits(block, k, c) - 1);
     case FormatKind::kK2:
       return k2_element(tile, b, k, c, pair_bits(block, k, c));
     case FormatKind::kK3:
@@ -119,10 +157,9 @@ float element(FormatKind kind, const uint8_t* tile, int b, int k, int c) {
       const auto sc = static_cast<int8_t>(tile[32 + (2 * b + k / 16) * 16 + c]);
       return half_at(tile, c) * static_cast<float>(sc) * static_cast<float>(code - 32);
     }
-    case FormatKind::kCount:
-      break;
+    default:
+      return any_lattice_element(kind, tile, b, k, c);
   }
-  return 0.0f;
 }
 
 }  // namespace

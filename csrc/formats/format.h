@@ -5,6 +5,7 @@
 #include <string>
 #include <vector>
 
+#include "formats/lattice.h"
 #include "formats/layouts.h"
 
 namespace moestro {

@@ -14,6 +14,8 @@
 //   int5m     f16 scale[16], f16 min[16]; nibbles, bit plane; scale * u5 + min       (ggml Q5_1)
 //   lut4nl    f16 scale[16]; nibbles; scale * kValues[u4]                            (ggml IQ4_NL)
 //   mxfp4     u8 e[16]; nibbles; 2^(e - 128) * kValues[u4]                           (OCP MXFP4)
+//   nvfp4     u8 e4m3[4][16]; nibbles; e4m3[k / 16] / 2 * kValues[u4], 0x7f being 480 (ggml NVFP4)
+//   ternary   f16 scale[16]; pair plane; scale * (u2 - 1)                (ggml TQ1_0 and TQ2_0)
 //   k2        f16 d[16], f16 dmin[16], u8 (sc | m << 4)[16][16]; pair plane;
 //             d * sc[k / 16] * u2 - dmin * m[k / 16]                                 (ggml Q2_K)
 //   k3        f16 d[16], u8 low[8][16], u8 high[4][16]; pair plane, bit plane;
@@ -93,6 +95,19 @@ struct Mxfp4Layout {
   // Twice the values of e2m1, so that they are integers.
   static constexpr int8_t kValues[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
 };
+struct Nvfp4Layout {
+  static constexpr bool kFloat = false;
+  static constexpr int kHeader = 64, kBlock = 256, kTileBlocks = 2;
+  static constexpr int kBits = 6, kSteps = 2, kZero = 12;
+  static constexpr bool kMin = false;
+  static constexpr const int8_t (&kValues)[16] = Mxfp4Layout::kValues;
+};
+struct TernaryLayout {
+  static constexpr bool kFloat = false;
+  static constexpr int kHeader = 32, kBlock = 128, kTileBlocks = 8;
+  static constexpr int kBits = 4, kSteps = 1, kZero = 1;
+  static constexpr bool kMin = false;
+};
 struct K2Layout {
   static constexpr bool kFloat = false;
   static constexpr int kHeader = 320, kBlock = 128, kTileBlocks = 8;
@@ -164,6 +179,8 @@ constexpr bool kPairs<Fp8Layout> = true;
 
 static_assert(Int4Layout::kHeader + Int4Layout::kBlock == 288);
 static_assert(Mxfp4Layout::kHeader + Mxfp4Layout::kBlock == 272);
+static_assert(Nvfp4Layout::kHeader + 2 * Nvfp4Layout::kBlock == 576);
+static_assert(TernaryLayout::kHeader + 8 * TernaryLayout::kBlock == 1056);
 static_assert(K2Layout::kHeader + 8 * K2Layout::kBlock == 1344);
 static_assert(K3Layout::kHeader + 8 * K3Layout::kBlock == 1760);
 static_assert(K4Layout::kHeader + 8 * K4Layout::kBlock == 2368);

@@ -6,34 +6,11 @@
 
 #include "core/error.h"
 #include "core/team.h"
+#include "formats/pack_shuffles.h"
 #include "formats/transpose.h"
 
 namespace moestro {
 namespace {
-
-// Source blocks of one tile, by channel.
-using Lanes = const uint8_t* const (&)[kTileChannels];
-
-// NaNs and infinities found, by kind of value (see Shuffle::values).
-struct NonFinite {
-  int64_t count[2] = {0, 0};
-};
-
-uint32_t word(const uint8_t* p) {
-  uint32_t w;
-  std::memcpy(&w, p, 4);
-  return w;
-}
-
-void put(uint8_t* p, uint32_t w) { std::memcpy(p, &w, 4); }
-
-// Copies a float16 into the tile's header and counts it if it is not finite.
-void put_half(uint8_t* header, int c, const uint8_t* from, int64_t& bad) {
-  uint16_t h;
-  std::memcpy(&h, from, 2);
-  bad += (h & 0x7c00) == 0x7c00;
-  std::memcpy(header + 2 * c, &h, 2);
-}
 
 template <class Word, Word kExponent>
 int64_t count_nonfinite(const uint8_t* p) {
@@ -210,6 +187,13 @@ constexpr Shuffle kShuffles[] = {
     {"Q4_1", FormatKind::kInt4Min, 1, 20, q4_1_tile, {"Q4_1 scale: ", "Q4_1 minimum: "}},
     {"Q4_K", FormatKind::kK4, 8, 144, q4_k_tile, {"Q4_K scale: ", "Q4_K minimum scale: "}},
     {"Q6_K", FormatKind::kK6, 8, 210, q6_k_tile, {"Q6_K scale: ", ""}},
+    {"IQ2_XXS", FormatKind::kIq2xxs, 8, 66, iq2_xxs_tile, {"IQ2_XXS scale: ", ""}},
+    {"IQ2_XS", FormatKind::kIq2xs, 8, 74, iq2_xs_tile, {"IQ2_XS scale: ", ""}},
+    {"IQ2_S", FormatKind::kIq2s, 8, 82, iq2_s_tile, {"IQ2_S scale: ", ""}},
+    {"IQ3_XXS", FormatKind::kIq3xxs, 8, 98, iq3_xxs_tile, {"IQ3_XXS scale: ", ""}},
+    {"IQ3_S", FormatKind::kIq3s, 8, 110, iq3_s_tile, {"IQ3_S scale: ", ""}},
+    {"IQ1_S", FormatKind::kIq1s, 8, 50, iq1_s_tile, {"IQ1_S scale: ", ""}},
+    {"IQ1_M", FormatKind::kIq1m, 8, 56, iq1_m_tile, {"IQ1_M scale: ", ""}},
 };
 
 const Shuffle* find(const PackedMatrix& matrix, const std::string& source_type) {

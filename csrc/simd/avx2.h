@@ -233,6 +233,44 @@ inline U8 u8_lookup(U8 x, const uint8_t* table) {
   const __m256i values = _mm256_broadcastsi128_si256(load128(table));
   return {_mm256_shuffle_epi8(values, x.a), _mm256_shuffle_epi8(values, x.b)};
 }
+// The upper word of each dword shifted by four, then masked.
+inline __m256i shift_upper_words(__m256i x, int mask) {
+  return _mm256_and_si256(_mm256_blend_epi16(x, _mm256_srli_epi16(x, 4), 0xaa),
+                          _mm256_set1_epi32(mask));
+}
+template <int kByte>
+inline U8 u8_spread_pairs(U8 x) {
+  const __m256i lanes = _mm256_broadcastsi128_si256(
+      _mm_add_epi8(_mm_setr_epi32(0, 0x04040404, 0x08080808, 0x0c0c0c0c), _mm_set1_epi8(kByte)));
+  return {shift_upper_words(_mm256_shuffle_epi8(x.a, lanes), 0x0c030c03),
+          shift_upper_words(_mm256_shuffle_epi8(x.b, lanes), 0x0c030c03)};
+}
+template <int kWord>
+inline U8 u8_spread_nibbles(U8 x) {
+  const __m256i lanes = _mm256_broadcastsi128_si256(_mm_add_epi8(
+      _mm_setr_epi32(0x01000100, 0x05040504, 0x09080908, 0x0d0c0d0c), _mm_set1_epi8(2 * kWord)));
+  return {shift_upper_words(_mm256_shuffle_epi8(x.a, lanes), 0x0f0f0f0f),
+          shift_upper_words(_mm256_shuffle_epi8(x.b, lanes), 0x0f0f0f0f)};
+}
+inline __m256i mirror_where(__m256i x, __m256i plane, __m256i bit, __m256i twice) {
+  const __m256i set = _mm256_cmpeq_epi8(_mm256_and_si256(plane, bit), bit);
+  return _mm256_blendv_epi8(x, _mm256_sub_epi8(twice, x), set);
+}
+template <int kBit>
+inline U8 u8_mirror(U8 x, U8 plane, uint8_t twice) {
+  const __m256i bit = _mm256_set1_epi8(static_cast<char>(1 << kBit));
+  const __m256i sum = _mm256_set1_epi8(static_cast<char>(twice));
+  return {mirror_where(x.a, plane.a, bit, sum), mirror_where(x.b, plane.b, bit, sum)};
+}
+inline U8 u8_lanes(uint16_t lanes, uint8_t value) {
+  const __m256i bytes = _mm256_set1_epi8(static_cast<char>(value)), all = _mm256_set1_epi32(lanes);
+  const __m256i low = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
+  const __m256i high = _mm256_slli_epi32(low, 8);
+  return {_mm256_and_si256(_mm256_cmpeq_epi32(_mm256_and_si256(all, low), low), bytes),
+          _mm256_and_si256(_mm256_cmpeq_epi32(_mm256_and_si256(all, high), high), bytes)};
+}
+inline U8 u8_sub(U8 x, U8 y) { return {_mm256_sub_epi8(x.a, y.a), _mm256_sub_epi8(x.b, y.b)}; }
+#include "simd/words_loop.h"
 inline U8 u8_xor(U8 x, U8 y) { return {_mm256_xor_si256(x.a, y.a), _mm256_xor_si256(x.b, y.b)}; }
 inline void opaque(F32& x) { __asm__ volatile("" : "+x"(x.a), "+x"(x.b)); }
 inline void opaque(U8& x) { __asm__ volatile("" : "+x"(x.a), "+x"(x.b)); }

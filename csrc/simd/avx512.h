@@ -156,6 +156,76 @@ inline U8 u8_lookup(U8 a, const uint8_t* table) {
   const __m128i values = _mm_loadu_si128(reinterpret_cast<const __m128i*>(table));
   return {_mm512_shuffle_epi8(_mm512_broadcast_i32x4(values), a.v)};
 }
+// The upper word of each dword shifted by four, then masked.
+inline U8 shift_upper_words(__m512i x, int mask) {
+  return {_mm512_and_si512(_mm512_srlv_epi16(x, _mm512_set1_epi32(0x00040000)),
+                           _mm512_set1_epi32(mask))};
+}
+template <int kByte>
+inline U8 u8_spread_pairs(U8 a) {
+  constexpr int k = 0x01010101 * kByte;
+  const __m512i lanes =
+      _mm512_set4_epi32(0x0c0c0c0c + k, 0x08080808 + k, 0x04040404 + k, 0x00000000 + k);
+  return shift_upper_words(_mm512_shuffle_epi8(a.v, lanes), 0x0c030c03);
+}
+template <int kWord>
+inline U8 u8_spread_nibbles(U8 a) {
+  constexpr int k = 0x02020202 * kWord;
+  const __m512i lanes =
+      _mm512_set4_epi32(0x0d0c0d0c + k, 0x09080908 + k, 0x05040504 + k, 0x01000100 + k);
+  return shift_upper_words(_mm512_shuffle_epi8(a.v, lanes), 0x0f0f0f0f);
+}
+template <int kBit>
+inline U8 u8_mirror(U8 a, U8 plane, uint8_t twice) {
+  const __mmask64 set =
+      _mm512_test_epi8_mask(plane.v, _mm512_set1_epi8(static_cast<char>(1 << kBit)));
+  return {_mm512_mask_sub_epi8(a.v, set, _mm512_set1_epi8(static_cast<char>(twice)), a.v)};
+}
+
+// Words of a table at 32 indices each in a and b. Bits 0..5 choose within two registers, the masks
+// of bits 6 and up among those.
+struct WordPair {
+  __m512i a, b;
+};
+struct BitMasks {
+  __mmask32 a, b;
+};
+template <int kBits>
+inline WordPair pick_words(const uint16_t* table, const WordPair& index, const BitMasks* masks) {
+  if constexpr (kBits == 6) {
+    const __m512i low = _mm512_load_si512(table), high = _mm512_load_si512(table + 32);
+    return {_mm512_permutex2var_epi16(low, index.a, high),
+            _mm512_permutex2var_epi16(low, index.b, high)};
+  } else {
+    const WordPair zero = pick_words<kBits - 1>(table, index, masks);
+    const WordPair one = pick_words<kBits - 1>(table + (1 << (kBits - 1)), index, masks);
+    const BitMasks bit = masks[kBits - 7];
+    return {_mm512_mask_blend_epi16(bit.a, zero.a, one.a),
+            _mm512_mask_blend_epi16(bit.b, zero.b, one.b)};
+  }
+}
+template <int kHigh>
+inline void u8_lookup_words(const uint16_t* table, const uint8_t* low, const uint8_t* high,
+                            U8& even, U8& odd) {
+  const __m512i bytes = _mm512_loadu_si512(low);
+  const __m512i sixth = _mm512_set1_epi16(64), seventh = _mm512_set1_epi16(128);
+  const WordPair index{bytes, _mm512_srli_epi16(bytes, 8)};
+  BitMasks masks[2 + kHigh] = {
+      {_mm512_test_epi16_mask(index.a, sixth), _mm512_test_epi16_mask(index.b, sixth)},
+      {_mm512_test_epi16_mask(index.a, seventh), _mm512_test_epi16_mask(index.b, seventh)}};
+  for (int p = 0; p < kHigh; ++p) {
+    uint32_t both[2];
+    std::memcpy(both, high + 8 * p, 8);
+    masks[2 + p] = {both[0], both[1]};
+  }
+  const WordPair words = pick_words<8 + kHigh>(table, index, masks);
+  even.v = words.a;
+  odd.v = words.b;
+}
+inline U8 u8_lanes(uint16_t lanes, uint8_t value) {
+  return {_mm512_maskz_set1_epi32(lanes, 0x01010101 * value)};
+}
+inline U8 u8_sub(U8 a, U8 b) { return {_mm512_sub_epi8(a.v, b.v)}; }
 inline U8 u8_xor(U8 a, U8 b) { return {_mm512_xor_si512(a.v, b.v)}; }
 inline void opaque(F32& a) { __asm__ volatile("" : "+v"(a)); }
 inline void opaque(U8& a) { __asm__ volatile("" : "+v"(a.v)); }

@@ -254,6 +254,31 @@ inline U8 u8_lookup(U8 a, const uint8_t* table) {
   for (auto& x : a.v) x = table[x];
   return a;
 }
+// Of each dword, the four pairs of bits of its byte kByte: in bits 0, 1 of bytes 0 and 2, in bits
+// 2, 3 of bytes 1 and 3.
+template <int kByte>
+inline U8 u8_spread_pairs(const U8& a) {
+  U8 r;
+  for (int i = 0; i < 64; ++i) {
+    const int pair = a.v[i / 4 * 4 + kByte] >> (2 * (i % 4)) & 3;
+    r.v[i] = static_cast<uint8_t>(pair << (2 * (i % 2)));
+  }
+  return r;
+}
+// Of each dword, the nibbles 0, 2, 1, 3 of its 16-bit word kWord.
+template <int kWord>
+inline U8 u8_spread_nibbles(const U8& a) {
+  U8 r;
+  for (int i = 0; i < 64; ++i) r.v[i] = a.v[i / 4 * 4 + 2 * kWord + i % 2] >> (i % 4 / 2 * 4) & 15;
+  return r;
+}
+// twice - a where bit kBit of plane is set, else a.
+template <int kBit>
+inline U8 u8_mirror(U8 a, const U8& plane, uint8_t twice) {
+  for (int i = 0; i < 64; ++i)
+    if (plane.v[i] >> kBit & 1) a.v[i] = static_cast<uint8_t>(twice - a.v[i]);
+  return a;
+}
 inline U8 u8_xor(U8 a, const U8& b) {
   for (int i = 0; i < 64; ++i) a.v[i] ^= b.v[i];
   return a;
@@ -264,4 +289,15 @@ inline void prefetch_l2(const void*) {}
 // The compiler must take the value as new: keeps measuring loops from being hoisted.
 inline void opaque(F32& a) { __asm__ volatile("" : "+m"(a)); }
 inline void opaque(U8& a) { __asm__ volatile("" : "+m"(a)); }
+// value in the four bytes of each dword whose bit of lanes is set, else zero.
+inline U8 u8_lanes(uint16_t lanes, uint8_t value) {
+  U8 r;
+  for (int i = 0; i < 64; ++i) r.v[i] = lanes >> (i / 4) & 1 ? value : 0;
+  return r;
+}
+inline U8 u8_sub(U8 a, const U8& b) {
+  for (int i = 0; i < 64; ++i) a.v[i] = static_cast<uint8_t>(a.v[i] - b.v[i]);
+  return a;
+}
+#include "simd/words_loop.h"
 #undef MOESTRO_LANES

@@ -33,7 +33,7 @@ class WordRule:
 
 
 SRC = "src/moestro"
-_QUOTED = r"""["'](?:f32|f16|bf16|k[2-6])["']"""
+_QUOTED = r"""["'](?:f32|f16|bf16|k[2-6]|iq[123]\w+|ternary|nvfp4)["']"""
 _GROUPED = r"(?i:\b(?:int[48][zm]?|lut4|fp8)[-_]?(?:g(?:32|64|128)|row)\b)"
 _FAMILIES = r"(?i)llama|mixtral|qwen|deepseek|smollm|gpt[-_]?oss|kimi|minimax|olmoe|\bglm"
 

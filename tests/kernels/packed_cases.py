@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -29,8 +30,49 @@ def reference_isa(isa: str, *names: str) -> str:
     return isa if multiplies_pairs(isa, *names) else "scalar"
 
 
+#: checkpoint blocks of formats that only hold such: channels, bytes, where the float16 scale is
+HELD = {
+    "IQ1_S": (256, 50, 0),
+    "IQ1_M": (256, 56, None),
+    "IQ2_XXS": (256, 66, 0),
+    "IQ2_XS": (256, 74, 0),
+    "IQ2_S": (256, 82, 0),
+    "IQ3_XXS": (256, 98, 0),
+    "IQ3_S": (256, 110, 0),
+    "TQ1_0": (256, 54, 52),
+    "NVFP4": (64, 36, None),
+}
+
+
+def held_weight(name: str, raw: np.ndarray, rows: int, cols: int) -> PackedWeight:
+    """Blocks uint8 [rows, blocks, bytes], with scales of about one put in."""
+    source, format_ = formats.get(name).exact_from[0], formats.get(name)
+    scales = np.random.default_rng(rows).uniform(0.5, 1, raw.shape[:2]).astype(np.float16)
+    at = HELD[source][2]
+    if source == "IQ1_M":
+        bits = scales.view(np.uint16)
+        for part in range(4):
+            raw[..., 49 + 2 * part] &= 15
+            raw[..., 49 + 2 * part] |= ((bits >> (4 * part) & 15) << 4).astype(np.uint8)
+    elif source == "NVFP4":
+        raw[..., :4] = raw[..., :4] % 32 + 0x28  # 0.25 to 3.75
+    else:
+        raw[..., at : at + 2] = scales[..., None].view(np.uint8)
+    packed = format_.pack_exact(source, torch.from_numpy(raw).reshape(-1), rows, cols)
+    return PackedWeight(format_, rows, cols, packed)
+
+
+def held_shape(name: str, rows: int, cols: int) -> tuple[int, int, int]:
+    channels, nbytes, _ = HELD[formats.get(name).exact_from[0]]
+    return rows, -(-cols // channels), nbytes
+
+
 def random_weight(name: str, rows: int, cols: int, seed: int = 0) -> PackedWeight:
-    """Normal weights in the format's own best rounding."""
+    """Normal weights in the format's own best rounding, or random codes."""
+    if not formats.get(name).quantizes:
+        rng = np.random.default_rng(seed)
+        raw = rng.integers(0, 256, held_shape(name, rows, cols), dtype=np.uint8)
+        return held_weight(name, raw, rows, cols)
     generator = torch.Generator().manual_seed(seed)
     weight = formats.get(name)
     return PackedWeight(
@@ -40,6 +82,10 @@ def random_weight(name: str, rows: int, cols: int, seed: int = 0) -> PackedWeigh
 
 def extreme_weight(name: str, rows: int, cols: int) -> PackedWeight:
     """Every code at an end of its range: whole rows at the lowest, the highest, and alternating."""
+    if not formats.get(name).quantizes:
+        raw = np.empty(held_shape(name, rows, cols), dtype=np.uint8)
+        raw[:] = np.resize([0x00, 0xFF, 0x55, 0xAA, 0x77], rows).astype(np.uint8)[:, None, None]
+        return held_weight(name, raw, rows, cols)
     pattern = torch.tensor([-1.0, 1.0]).repeat(cols // 2 + 1)[:cols]
     kinds = [-torch.ones(cols), torch.ones(cols), pattern, -pattern, torch.zeros(cols)]
     weight = formats.get(name)

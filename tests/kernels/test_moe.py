@@ -81,6 +81,13 @@ class Case:
         return out
 
 
+def packed_part(name: str, rows: int, cols: int, generator: torch.Generator) -> Tensor:
+    if formats.get(name).quantizes:
+        return formats.get(name).pack(torch.randn(rows, cols, generator=generator) / cols**0.5)
+    seed = int(torch.randint(1 << 30, (), generator=generator))
+    return cases.random_weight(name, rows, cols, seed).data
+
+
 def make(
     names: tuple[str, str, str],
     *,
@@ -98,10 +105,7 @@ def make(
     parts = [(n, r, c) for n, (r, c) in zip(names, shapes, strict=True)]
     bank = ExpertBank(BlobLayout.plan(parts), experts, activation=activation)
     for e in range(experts):
-        packed = [
-            formats.get(n).pack(torch.randn(r, c, generator=generator) / c**0.5)
-            for n, r, c in parts
-        ]
+        packed = [packed_part(n, r, c, generator) for n, r, c in parts]
         bank.layout.fill(bank.blob(e), packed)
     if biased:
         gate, up, down = (torch.randn(experts, r, generator=generator) for r, _ in shapes)
@@ -171,6 +175,7 @@ def test_formats_may_differ_between_gate_up_and_down(isa: str) -> None:
         ("mxfp4", "int5-g32", "int5m-g32"),
         ("f16", "bf16", "fp8-g64"),
         ("fp8-g128", "f32", "f16"),
+        ("iq2xs", "iq1m", "nvfp4"),
     ):
         case = make(names, tokens=7, hidden=256, inter=256)
         with cases.running(cases.reference_isa(isa, *names), 1):

@@ -19,6 +19,13 @@ BLOCKS = {
     "Q4_1": (32, 20, (0, 2)),
     "Q4_K": (256, 144, (0, 2)),
     "Q6_K": (256, 210, (208,)),
+    "IQ1_S": (256, 50, (0,)),
+    "IQ1_M": (256, 56, ()),
+    "IQ2_XXS": (256, 66, (0,)),
+    "IQ2_XS": (256, 74, (0,)),
+    "IQ2_S": (256, 82, (0,)),
+    "IQ3_XXS": (256, 98, (0,)),
+    "IQ3_S": (256, 110, (0,)),
 }
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
@@ -43,6 +50,8 @@ def blocks(source_type: str, rows: int, cols: int, seed: int) -> torch.Tensor:
         bits = rng.integers(0, 0x7C00, raw.shape[:2], dtype=np.uint16)
         bits |= rng.integers(0, 2, raw.shape[:2], dtype=np.uint16) << 15
         raw[:, :, at : at + 2] = bits[:, :, None].view(np.uint8)
+    if source_type == "IQ1_M":
+        raw[:, :, 55] &= 0xBF  # its float16 is in four parts
     return torch.from_numpy(raw).view(-1)
 
 

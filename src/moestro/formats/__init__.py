@@ -5,7 +5,18 @@ from __future__ import annotations
 from moestro.core.errors import UnsupportedFormat
 from moestro.core.registry import Registry
 from moestro.formats import float as float_formats
-from moestro.formats import fp8, int4, int5, int8, kquant_affine, kquant_symmetric, lut4
+from moestro.formats import (
+    fp8,
+    int4,
+    int5,
+    int8,
+    kquant_affine,
+    kquant_symmetric,
+    lattice,
+    lut4,
+    nvfp4,
+    ternary,
+)
 from moestro.formats.base import Format
 
 #: what ``convert`` quantizes to when no format is named
@@ -16,7 +27,11 @@ DEFAULT_SHARED = "int8-g32"
 _FORMATS: Registry[Format] = Registry("format", UnsupportedFormat)
 _EXACT: dict[str, Format] = {}
 
-for _family in (float_formats, fp8, int8, int5, int4, lut4, kquant_affine, kquant_symmetric):
+_FAMILIES = (
+    float_formats, fp8, int8, int5, int4, lut4, nvfp4, kquant_affine, kquant_symmetric, lattice,
+    ternary,
+)  # fmt: skip
+for _family in _FAMILIES:
     for _format in _family.FORMATS:
         _FORMATS.add(_format.name, _format)
         for _source in _format.exact_from:

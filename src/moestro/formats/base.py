@@ -56,6 +56,8 @@ class Format(ABC):
     exact_from: tuple[str, ...] = ()
     #: weights are kept as floating point numbers, not as integer codes with scales
     is_float: bool = False
+    #: whether other weights can be packed in it; if not it is only for what ``exact_from`` names
+    quantizes: bool = True
 
     @abstractmethod
     def tile_nbytes(self, cols: int) -> int:
@@ -69,7 +71,7 @@ class Format(ABC):
         given.
 
         ``importance`` float32 [K] weights the squared error of each input channel. Raises
-        CheckpointError for non-finite weights.
+        CheckpointError for non-finite weights, UnsupportedFormat if the format does not quantize.
         """
 
     def pack_measured(
@@ -85,6 +87,13 @@ class Format(ABC):
             float(np.einsum("nk,nk->", part, part, dtype=np.float64)) for part in (difference, wide)
         )
         return packed, error, norm
+
+    def example(self, rows: int, cols: int) -> Tensor:
+        """Packed bytes of some [rows, cols] matrix, always the same, to check kernels with: random
+        codes in formats that do not quantize, else normal weights.
+        """
+        generator = torch.Generator().manual_seed(1)
+        return self.pack(torch.randn(rows, cols, generator=generator))
 
     def packs_natively(self, source_type: str) -> bool:
         """Whether packing from that type runs on the native thread team, for a whole matrix at a
@@ -132,9 +141,15 @@ class Format(ABC):
     def refuse(self, source_type: str) -> UnsupportedFormat:
         """The error for a source this format cannot take without loss."""
         exact = ", ".join(self.exact_from) or "none"
+        refused = f"format {self.name} cannot hold {source_type} weights without loss (exact from: "
+        if not self.quantizes:
+            return UnsupportedFormat(
+                f"{refused}{exact}), and weights are not quantized to it; name another format, for "
+                "example k2, k3 or k4"
+            )
         return UnsupportedFormat(
-            f"format {self.name} cannot hold {source_type} weights without loss (exact from: "
-            f"{exact}); quantize on purpose with: moestro convert MODEL OUT --format {self.name}"
+            f"{refused}{exact}); quantize on purpose with: moestro convert MODEL OUT --format "
+            f"{self.name}"
         )
 
 

@@ -72,10 +72,15 @@ class FormatPolicy:
 
     def format_for(self, key: str, role: str, source_type: str) -> Format:
         """The format to pack a matrix in. Raises UnsupportedFormat if it names none and the source
-        type has no exact one.
+        type has no exact one, or one that such weights cannot be packed in.
         """
         name = self.name_for(key, role, source_type)
-        return formats.get(name) if name is not None else formats.exact_for(source_type)
+        if name is None:
+            return formats.exact_for(source_type)
+        named = formats.get(name)
+        if not named.quantizes and source_type not in (name, *named.exact_from):
+            raise named.refuse(source_type)
+        return named
 
     def name_for(self, key: str, role: str, source_type: str) -> str | None:
         """The format named for a matrix, or None where it keeps its type."""

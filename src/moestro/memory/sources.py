@@ -270,6 +270,7 @@ class _Finder:
 
     def _format(self, key: str, role: str, info: TensorInfo) -> Format:
         self._require_readable(info)
+        self._require_whole(info)
         try:
             return self.policy.format_for(key, role, info.dtype)
         except UnsupportedFormat as error:
@@ -282,6 +283,15 @@ class _Finder:
             formats.exact_for(info.dtype)
         except UnsupportedFormat as error:
             raise UnsupportedFormat(f"{self.checkpoint.path}: {info.name}: {error}") from error
+
+    def _require_whole(self, info: TensorInfo) -> None:
+        """Some GGUF files (NVFP4, BitNet) keep a factor of a matrix in a tensor beside it."""
+        factor = info.name.removesuffix(".weight") + ".scale"
+        if self.checkpoint.container == "gguf" and factor in self.names:
+            raise UnsupportedFormat(
+                f"{self.checkpoint.path}: {info.name} is to be multiplied by {factor}, which is "
+                "not supported; use a file of the model without such scales, for example in Q4_K_M"
+            )
 
     def _require_shape(self, info: TensorInfo, shape: tuple[int, ...]) -> None:
         if info.shape == shape or (len(shape) == 3 and shape[0] == 1 and info.shape == shape[1:]):

@@ -10,6 +10,7 @@ import math
 import struct
 
 import numpy as np
+import slow_lattice
 
 HEADERS = {"int8": 32, "int4": 32, "int4z": 48, "int4m": 64, "int5": 32, "int5m": 64, "lut4nl": 32}
 #: ggml's table of IQ4_NL, and twice the values of e2m1 (sign, two exponent bits, one mantissa bit)
@@ -32,7 +33,10 @@ def tile_shape(name: str, cols: int) -> tuple[int, int]:
         return group, 64 + group // 32 * 512
     if name == "mxfp4":
         return 32, 272
+    if name == "nvfp4":
+        return 64, 576
     superblocks = {"k2": 1344, "k3": 1760, "k4": 2368, "k4nl": 2208, "k5": 2880, "k6": 3360}
+    superblocks |= {"ternary": 1056, **slow_lattice.TILES}
     if name in superblocks:
         return 256, superblocks[name]
     kind, _, size = name.partition("-")
@@ -69,15 +73,26 @@ def high_bits(block: bytes, k: int, c: int) -> int:
     return (block[h * 64 + c * 4 + i] >> (2 * jj)) & 3
 
 
-def element(name: str, tile: bytes, k: int, c: int) -> float:
-    """Value of channel k and row c (0..15) of one tile, in Python's double arithmetic."""
+def plain_float(name: str, tile: bytes, k: int, c: int) -> float:
     if name == "f32":
         return struct.unpack_from("<f", tile, 4 * (k * 16 + c))[0]
     if name == "f16":
         return f16(tile, 2 * (k * 16 + c))
-    if name == "bf16":
-        at = 2 * ((k // 2) * 32 + c * 2 + k % 2)
-        return struct.unpack("<f", b"\0\0" + tile[at : at + 2])[0]
+    at = 2 * ((k // 2) * 32 + c * 2 + k % 2)
+    return struct.unpack("<f", b"\0\0" + tile[at : at + 2])[0]
+
+
+def small_float(kind: str, tile: bytes, k: int, c: int) -> float:
+    """A 4-bit float times an exponent, or half a small float."""
+    if kind == "mxfp4":
+        return math.ldexp(E2M1[nibble(tile[16:], k, c)], tile[c] - 128)
+    return E2M1[nibble(tile[64 + k // 32 * 256 :], k % 32, c)] * e4m3(tile[k // 16 * 16 + c]) / 2
+
+
+def element(name: str, tile: bytes, k: int, c: int) -> float:
+    """Value of channel k and row c (0..15) of one tile, in Python's double arithmetic."""
+    if name in ("f32", "f16", "bf16"):
+        return plain_float(name, tile, k, c)
     block, kk = divmod(k, 32)
     kind = name.partition("-")[0]
     if kind == "fp8":
@@ -86,8 +101,12 @@ def element(name: str, tile: bytes, k: int, c: int) -> float:
     if kind == "int8":
         code = tile[32 + block * 512 + (kk // 4) * 64 + c * 4 + kk % 4]
         return f16(tile, 2 * c) * (code - 128)
-    if kind == "mxfp4":
-        return math.ldexp(E2M1[nibble(tile[16:], kk, c)], tile[c] - 128)
+    if kind in slow_lattice.TILES:
+        return slow_lattice.element(kind, tile, k, c)
+    if kind in ("mxfp4", "nvfp4"):
+        return small_float(kind, tile, k, c)
+    if kind == "ternary":
+        return f16(tile, 2 * c) * (high_bits(tile[32 + block * 128 :], kk, c) - 1)
     if kind == "k2":
         both = tile[64 + (k // 16) * 16 + c]
         code = high_bits(tile[320 + block * 128 :], kk, c)

@@ -12,6 +12,8 @@ from moestro.core.errors import CheckpointError, UnsupportedFormat
 from moestro.formats.base import PackedWeight
 
 NAMES = formats.names()
+#: those that weights are quantized to
+QUANTIZING = [name for name in NAMES if formats.get(name).quantizes]
 #: formats in which padding beside weights need not decode to zero: nothing reads it
 FREE_PADDING = ["int4m-g32", "int5m-g32", "k2", "k4", "k5", "lut4nl-g32", "k4nl"]
 
@@ -35,9 +37,10 @@ def random_bytes(name: str, rows: int, cols: int, seed: int) -> torch.Tensor:
         data[(data & 0x7F) == 0x7F] = 0x7E  # 0x7f and 0xff are NaN
         data[:, :64] = values.view(np.uint8)
     else:
-        halves = {"int4m": 2, "int5m": 2, "k2": 2, "k4": 2, "k5": 2, "mxfp4": 0}.get(kind, 1)
-        values = rng.standard_normal((tiles, halves * 16)).astype(np.float16)
-        data[:, : 32 * halves] = values.view(np.uint8)
+        halves = {"int4m": 2, "int5m": 2, "k2": 2, "k4": 2, "k5": 2, "mxfp4": 0, "nvfp4": 0}
+        count = halves.get(kind, 1)
+        values = rng.standard_normal((tiles, count * 16)).astype(np.float16)
+        data[:, : 32 * count] = values.view(np.uint8)
         if kind == "int4z":
             data[:, 32:48] &= 15
         if kind in ("k4", "k5"):
@@ -74,7 +77,7 @@ def test_a_large_matrix_decodes_the_same_in_any_chunking(name):
 
 @settings(max_examples=30, deadline=None)
 @given(
-    name=st.sampled_from(NAMES),
+    name=st.sampled_from(QUANTIZING),
     rows=st.integers(1, 40),
     cols=st.integers(1, 300),
     seed=st.integers(0, 9),
@@ -91,7 +94,7 @@ def test_packed_bytes_decode_the_same_by_table(name, rows, cols, seed):
     assert np.array_equal(decoded[some].numpy(), table[some].astype(np.float32))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", QUANTIZING)
 @pytest.mark.parametrize(("rows", "cols"), [(3, 5), (16, 40), (33, 257)])
 def test_padding_rows_decode_to_zero(name, rows, cols):
     format_ = formats.get(name)
@@ -101,7 +104,7 @@ def test_padding_rows_decode_to_zero(name, rows, cols):
 
 
 @pytest.mark.parametrize(
-    "name", [n for n in NAMES if n not in FREE_PADDING and not n.startswith("int4m")]
+    "name", [n for n in QUANTIZING if n not in FREE_PADDING and not n.startswith("int4m")]
 )
 def test_padding_columns_decode_to_zero(name):
     format_ = formats.get(name)
@@ -127,6 +130,9 @@ def test_sizes_and_bits_per_weight():
     assert bits["k2"] == 2.625 and bits["k3"] == 3.4375 and bits["k5"] == 5.625
     assert bits["lut4nl-g32"] == 4.5 and bits["mxfp4"] == 4.25 and bits["k4nl"] == 4.3125
     assert bits["int5-g32"] == 5.5 and bits["int5m-g32"] == 6
+    assert bits["iq1s"] == 1.59375 and bits["iq1m"] == 1.8125 and bits["ternary"] == 2.0625
+    assert bits["iq2xxs"] == 2.1875 and bits["iq2xs"] == 2.4375 and bits["iq2s"] == 2.5625
+    assert bits["iq3xxs"] == 3.1875 and bits["iq3s"] == 3.4375 and bits["nvfp4"] == 4.5
     assert bits["int4-row"] == 4 + 16 / 2048
     assert formats.get("int4-row").nbytes(17, 40) == 2 * (32 + 2 * 256)
 
@@ -134,8 +140,8 @@ def test_sizes_and_bits_per_weight():
 def test_unknown_names_and_types_say_what_is_possible():
     with pytest.raises(UnsupportedFormat, match=r"int4-g32"):
         formats.get("int7-g32")
-    with pytest.raises(UnsupportedFormat, match=r"IQ2_XS.*Q4_K"):
-        formats.exact_for("IQ2_XS")
+    with pytest.raises(UnsupportedFormat, match=r"Q1_0.*Q4_K"):
+        formats.exact_for("Q1_0")
 
 
 def test_the_default_and_exact_formats_are_registered():
@@ -144,6 +150,9 @@ def test_the_default_and_exact_formats_are_registered():
     exact |= {"Q4_1": "int4m-g32", "Q4_K": "k4", "Q6_K": "k6"}
     exact |= {"Q5_0": "int5-g32", "Q5_1": "int5m-g32", "Q2_K": "k2", "Q3_K": "k3", "Q5_K": "k5"}
     exact |= {"IQ4_NL": "lut4nl-g32", "IQ4_XS": "k4nl", "MXFP4": "mxfp4"}
+    exact |= {"IQ1_S": "iq1s", "IQ1_M": "iq1m", "IQ2_XXS": "iq2xxs", "IQ2_XS": "iq2xs"}
+    exact |= {"IQ2_S": "iq2s", "IQ3_XXS": "iq3xxs", "IQ3_S": "iq3s", "NVFP4": "nvfp4"}
+    exact |= {"TQ1_0": "ternary", "TQ2_0": "ternary"}
     assert {source: formats.exact_for(source).name for source in exact} == exact
 
 

@@ -16,6 +16,7 @@ from tiny_checkpoints import (
     vector,
 )
 
+from moestro import formats
 from moestro.core.errors import CheckpointError, UnsupportedFormat
 from moestro.memory.loader import load_weights
 from moestro.memory.policy import FormatPolicy
@@ -290,11 +291,37 @@ def test_non_finite_weights_name_the_tensor(name, policy, bad):
 @pytest.mark.parametrize("policy", ["", "int4-g32"])
 @pytest.mark.parametrize("spec", [matrix("q", 1, 256), vector("q", 256)])
 def test_types_that_are_not_read_are_named_with_their_tensor_before_anything_is_read(policy, spec):
-    entry = ("IQ3_S", (1, 256), torch.zeros(110, dtype=torch.uint8))
+    entry = ("Q1_0", (1, 256), torch.zeros(36, dtype=torch.uint8))
     checkpoint = MemoryCheckpoint({"q": entry}, "gguf")
-    with pytest.raises(UnsupportedFormat, match="q: weight type IQ3_S is not supported"):
+    with pytest.raises(UnsupportedFormat, match="q: weight type Q1_0 is not supported"):
         load(checkpoint, spec, policy=FormatPolicy.parse(policy))
     assert checkpoint.reads == []
+
+
+def test_a_factor_beside_a_matrix_is_refused_by_name_in_gguf_files_alone():
+    tensors = {"q.weight": torch.ones(48, 64), "q.scale": torch.full((1,), 0.5)}
+    spec = matrix("q", sources=("q.weight",))
+    with pytest.raises(UnsupportedFormat, match=r"q\.weight is to be multiplied by q\.scale"):
+        load(MemoryCheckpoint(tensors, "gguf"), spec)
+    assert torch.equal(load(MemoryCheckpoint(tensors), spec)["q"].unpack(), tensors["q.weight"])
+
+
+def test_points_of_a_grid_are_kept_exactly_and_only_requantized_on_request():
+    kind = gguf.GGMLQuantizationType.IQ2_XS
+    raw = np.random.default_rng(0).integers(0, 256, (32, 2 * 74), dtype=np.uint8)
+    raw.reshape(32, 2, 74)[:, :, :2] = np.array([0.25], dtype=np.float16).view(np.uint8)
+    values = torch.from_numpy(gguf.quants.dequantize(raw, kind))
+    checkpoint = MemoryCheckpoint(
+        {"q": ("IQ2_XS", (32, 512), torch.from_numpy(raw).reshape(-1))}, "gguf"
+    )
+    spec = matrix("q", 32, 512)
+    kept = load(checkpoint, spec)["q"]
+    assert kept.format_name == "iq2xs" and torch.equal(kept.unpack(), values)
+    wide = load(checkpoint, spec, policy=FormatPolicy.parse("f32"))["q"]
+    assert torch.equal(wide.unpack(), values)
+    with pytest.raises(UnsupportedFormat, match=r"q: format iq2xxs cannot hold IQ2_XS"):
+        load(checkpoint, spec, policy=FormatPolicy.parse("iq2xxs"))
+    assert formats.get("iq2xs").nbytes(32, 512) < 1.06 * raw.size
 
 
 def test_nothing_is_read_when_a_later_tensor_is_missing():

@@ -20,8 +20,15 @@ def test_an_empty_policy_keeps_every_type():
 
 
 def test_an_empty_policy_refuses_what_it_cannot_keep():
-    with pytest.raises(UnsupportedFormat, match="IQ2_XS"):
-        chosen(FormatPolicy.parse(""), source="IQ2_XS")
+    with pytest.raises(UnsupportedFormat, match="Q1_0"):
+        chosen(FormatPolicy.parse(""), source="Q1_0")
+
+
+def test_a_format_that_only_holds_is_chosen_for_what_it_holds_alone():
+    policy = FormatPolicy.parse("experts=iq2xxs")
+    assert chosen(policy, role="experts", source="IQ2_XXS") == "iq2xxs"
+    with pytest.raises(UnsupportedFormat, match=r"iq2xxs cannot hold BF16.*not quantized to it"):
+        chosen(policy, role="experts", source="BF16")
 
 
 def test_one_name_is_for_all_matrices():

@@ -139,7 +139,10 @@ def _case(format_name: str) -> _Case:
     values = random.standard_normal((_ROWS, _COLS), dtype=np.float32)
     values[:, ::31] *= 3  # so that codes at the ends of the range occur everywhere
     values[0], values[1] = 1, -1
-    data = weight.pack(torch.from_numpy(values))
+    if weight.quantizes:
+        data = weight.pack(torch.from_numpy(values))
+    else:
+        data = weight.example(_ROWS, _COLS)
     # Of few digits, so that they are exact in every type that kernels multiply in.
     x = random.standard_normal((max(_TOKENS), _COLS), dtype=np.float32)
     x = (np.round(x * 32) / 32).astype(np.float32)
