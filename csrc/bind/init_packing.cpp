@@ -22,12 +22,12 @@ FloatType float_type(const Matrix& weight) {
 }
 
 void bind_repack(const std::string& format, const std::string& source_type, Bytes1 raw,
-                 int64_t rows, int64_t cols, Bytes1 out) {
+                 int64_t rows, int64_t cols, Bytes1 out, bool alone) {
   const PackedMatrix matrix = describe_matrix(format, rows, cols);
   require_size("repack: source bytes", raw.shape(0), rows * source_row_nbytes(matrix, source_type));
   require_size("repack: packed bytes", out.shape(0), matrix.nbytes());
   nb::gil_scoped_release release;
-  repack(matrix, source_type, raw.data(), out.data());
+  repack(matrix, source_type, raw.data(), out.data(), alone);
 }
 
 std::tuple<double, double> bind_quantize(const std::string& format, Matrix weight,
@@ -79,7 +79,8 @@ void init_packing(nb::module_& m) {
   m.def("can_quantize", &can_quantize, nb::arg("format"),
         "Whether floats are packed into the format natively.");
   m.def("repack", &bind_repack, nb::arg("format"), nb::arg("source_type"),
-        nb::arg("raw").noconvert(), nb::arg("rows"), nb::arg("cols"), nb::arg("out").noconvert());
+        nb::arg("raw").noconvert(), nb::arg("rows"), nb::arg("cols"), nb::arg("out").noconvert(),
+        nb::arg("alone") = false);
   m.def("quantize", &bind_quantize, nb::arg("format"), nb::arg("weight").noconvert(),
         nb::arg("importance").noconvert().none(), nb::arg("out").noconvert(),
         "Squared error and squared norm of the packed weights.");

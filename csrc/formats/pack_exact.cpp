@@ -256,20 +256,24 @@ int64_t source_row_nbytes(const PackedMatrix& matrix, const std::string& source_
 }
 
 void repack(const PackedMatrix& matrix, const std::string& source_type, const uint8_t* raw,
-            uint8_t* out) {
+            uint8_t* out, bool alone) {
   const Shuffle& shuffle = find_or_throw(matrix, source_type);
   const int64_t tiles = matrix.padded_cols / shuffle.block_cols();
   const Repack job{matrix, shuffle, raw, out, shuffle.row_nbytes(matrix.cols), tiles};
   const int64_t pieces = (tiles + kTaskTiles - 1) / kTaskTiles;
   std::atomic<int64_t> totals[2] = {0, 0};
-  run_on_team([&](Worker& worker) {
-    worker.for_tasks(matrix.row_tiles() * pieces, [&](int64_t task) {
-      const int64_t first = task % pieces * kTaskTiles;
-      NonFinite bad;
-      job.run(task / pieces, first, std::min(first + kTaskTiles, tiles), bad);
-      for (int i = 0; i < 2; ++i) totals[i].fetch_add(bad.count[i], std::memory_order_relaxed);
-    });
-  });
+  const int64_t tasks = matrix.row_tiles() * pieces;
+  const auto shuffle_piece = [&](int64_t task) {
+    const int64_t first = task % pieces * kTaskTiles;
+    NonFinite bad;
+    job.run(task / pieces, first, std::min(first + kTaskTiles, tiles), bad);
+    for (int i = 0; i < 2; ++i) totals[i].fetch_add(bad.count[i], std::memory_order_relaxed);
+  };
+  if (alone) {
+    for (int64_t task = 0; task < tasks; ++task) shuffle_piece(task);
+  } else {
+    run_on_team([&](Worker& worker) { worker.for_tasks(tasks, shuffle_piece); });
+  }
   const bool is_float = layout_facts(matrix.kind).is_float;
   const int64_t values = matrix.rows * (is_float ? matrix.cols : tiles);
   for (int i = 0; i < 2; ++i)

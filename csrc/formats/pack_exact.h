@@ -1,4 +1,4 @@
-// Repacks checkpoint bytes into tiles without loss: byte shuffles on the thread team.
+// Repacks checkpoint bytes into tiles without loss: byte shuffles, on the thread team or alone.
 #pragma once
 
 #include <cstdint>
@@ -16,8 +16,9 @@ bool can_repack(const std::string& format, const std::string& source_type);
 int64_t source_row_nbytes(const PackedMatrix& matrix, const std::string& source_type);
 
 // Fills out [matrix.nbytes()] from raw [rows][source_row_nbytes]. Throws Error(kCheckpoint) if a
-// scale, or a float weight, is not finite; out is then undefined.
+// scale, or a float weight, is not finite; out is then undefined. Alone: in the calling thread, for
+// callers that repack several matrices at once.
 void repack(const PackedMatrix& matrix, const std::string& source_type, const uint8_t* raw,
-            uint8_t* out);
+            uint8_t* out, bool alone);
 
 }  // namespace moestro

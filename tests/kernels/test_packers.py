@@ -97,7 +97,10 @@ def test_repacking_does_not_depend_on_threads(source_type, restore):
     for threads in (1, 2, 5):
         native.set_threads(threads)
         packed.append(format_.pack_exact(source_type, raw, 70, 6400))
-    assert torch.equal(packed[0], packed[1]) and torch.equal(packed[0], packed[2])
+    out = torch.full_like(packed[0], 255)
+    alone = format_.pack_exact(source_type, raw, 70, 6400, out=out, alone=True)
+    assert alone is out
+    assert all(torch.equal(alone, other) for other in packed)
 
 
 @pytest.mark.parametrize("source_type", FLOATS)
@@ -108,6 +111,8 @@ def test_floats_that_are_not_finite_are_not_repacked(source_type, bad):
     raw = values.view(torch.uint8).reshape(-1)
     with pytest.raises(CheckpointError, match="2 of 810 weights are not finite"):
         formats.exact_for(source_type).pack_exact(source_type, raw, 18, 45)
+    with pytest.raises(CheckpointError, match="2 of 810 weights are not finite"):
+        formats.exact_for(source_type).pack_exact(source_type, raw, 18, 45, alone=True)
 
 
 @pytest.mark.parametrize("kind", KINDS)

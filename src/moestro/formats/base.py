@@ -103,10 +103,18 @@ class Format(ABC):
 
     @abstractmethod
     def pack_exact(
-        self, source_type: str, raw: Tensor, rows: int, cols: int, *, out: Tensor | None = None
+        self,
+        source_type: str,
+        raw: Tensor,
+        rows: int,
+        cols: int,
+        *,
+        out: Tensor | None = None,
+        alone: bool = False,
     ) -> Tensor:
         """Repack checkpoint bytes (uint8) of a type in ``exact_from`` without loss -> uint8
-        [nbytes], in ``out`` if given.
+        [nbytes], in ``out`` if given. alone: in the calling thread, for callers that pack several
+        at once.
         """
 
     def pack_codes(self, codes: Tensor, scales: Tensor, zeros: Tensor | None = None) -> Tensor:

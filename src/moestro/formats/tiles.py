@@ -103,7 +103,14 @@ class TiledFormat(Format):
         return out, error, norm
 
     def pack_exact(
-        self, source_type: str, raw: Tensor, rows: int, cols: int, *, out: Tensor | None = None
+        self,
+        source_type: str,
+        raw: Tensor,
+        rows: int,
+        cols: int,
+        *,
+        out: Tensor | None = None,
+        alone: bool = False,
     ) -> Tensor:
         if source_type not in self.exact_from:
             raise self.refuse(source_type)
@@ -112,7 +119,7 @@ class TiledFormat(Format):
         self._check_source(source_type, raw, rows, cols)
         if out is None:
             out = packed_buffer(self.nbytes(rows, cols))
-        core.repack(self.name, source_type, raw.contiguous().view(-1), rows, cols, out)
+        core.repack(self.name, source_type, raw.contiguous().view(-1), rows, cols, out, alone)
         return out
 
     def pack_reference(self, weight: Tensor, *, importance: Tensor | None = None) -> Tensor:

@@ -5,7 +5,7 @@ the next ones are read.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from functools import partial
 from typing import cast
 
@@ -19,7 +19,7 @@ from moestro.memory.expert_bank import ExpertBank
 from moestro.memory.packed_reader import load_packed
 from moestro.memory.packing import Packer
 from moestro.memory.policy import FormatPolicy
-from moestro.memory.read_ahead import Read, read_ahead
+from moestro.memory.read_ahead import MIN_THREADS, Read, read_ahead
 from moestro.memory.sources import ExpertsSource, Resolved, Source, resolve
 from moestro.memory.stored_rows import StoredRows
 from moestro.memory.weights import WeightSpec
@@ -52,11 +52,22 @@ def load_weights(
     arena = HugePageArena()
     done = 0
     report(done, total)
-    with Packer(checkpoint) as packer, closing(read_ahead(_reads(packer, sources))) as read:
+    banks: dict[str, ExpertBank] = {}
+    with Packer(checkpoint) as packer, ExitStack() as stack:
+        threads = max(packer.threads, MIN_THREADS)
+        read = read_ahead(_reads(packer, sources, banks), threads=threads)
+        stack.enter_context(closing(read))
         for source in sources:
             key = source.spec.key
             if isinstance(source, ExpertsSource):
-                weights[key] = _load_experts(packer, source, read, done, total, report)
+                # Its first read made the bank.
+                for index in range(source.num_experts):
+                    stored = next(read)
+                    if stored is not None:
+                        experts = cast("list[StoredRows]", stored)
+                        packer.pack_expert(source, index, experts, banks[key].blob(index))
+                    report(done + source.source_nbytes * (index + 1) // source.num_experts, total)
+                weights[key] = banks.pop(key)
             else:
                 weights[key] = _load_one(packer, source, read, arena)
             done += source.source_nbytes
@@ -64,20 +75,34 @@ def load_weights(
     return weights
 
 
-# What is read of one vector, matrix or expert.
-_Stored = Tensor | StoredRows | list[StoredRows]
+# What is read of one vector, matrix or expert; None: it is in its bank already.
+_Stored = Tensor | StoredRows | list[StoredRows] | None
 
 
-def _reads(packer: Packer, sources: Sequence[Resolved]) -> Iterator[Read[_Stored]]:
-    """One per vector, matrix and expert, in the order in which they are packed."""
+def _reads(
+    packer: Packer, sources: Sequence[Resolved], banks: dict[str, ExpertBank]
+) -> Iterator[Read[_Stored]]:
+    """One per vector, matrix and expert, in the order in which they are packed. Experts that are
+    only repacked are so by the thread that reads them: then no thread waits for another.
+    """
     for source in sources:
-        if isinstance(source, ExpertsSource):
-            nbytes = source.source_nbytes // source.num_experts
-            for index in range(source.num_experts):
-                yield Read(nbytes=nbytes, run=partial(packer.read_expert, source, index))
-        else:
+        if not isinstance(source, ExpertsSource):
             run = packer.vector if source.format is None else packer.read_matrix
             yield Read(nbytes=source.source_nbytes, run=partial(run, source))
+            continue
+        spec, alone = source.spec, packer.packs_alone(source)
+        bank = ExpertBank(
+            source.layout, source.num_experts, activation=spec.activation, name=spec.key
+        )
+        banks[spec.key] = bank
+        nbytes = source.source_nbytes // source.num_experts
+        for index in range(source.num_experts):
+            yield Read(
+                nbytes=nbytes,
+                run=partial(packer.load_expert, source, index, bank.blob(index))
+                if alone
+                else partial(packer.read_expert, source, index),
+            )
 
 
 def _load_one(
@@ -95,20 +120,3 @@ def _load_one(
         data=data,
         name=source.spec.key,
     )
-
-
-def _load_experts(
-    packer: Packer,
-    source: ExpertsSource,
-    read: Iterator[_Stored],
-    done: int,
-    total: int,
-    report: Progress,
-) -> ExpertBank:
-    spec = source.spec
-    bank = ExpertBank(source.layout, source.num_experts, activation=spec.activation, name=spec.key)
-    for index in range(source.num_experts):
-        stored = cast("list[StoredRows]", next(read))
-        packer.pack_expert(source, index, stored, bank.blob(index))
-        report(done + source.source_nbytes * (index + 1) // source.num_experts, total)
-    return bank

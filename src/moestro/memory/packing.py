@@ -7,8 +7,9 @@ lists the source's type; anything else happens only because the policy named tha
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -59,8 +60,8 @@ class Packer:
         self.importance: Importance = importance or {}
         self.measure = measure
         self._gguf = checkpoint.container == "gguf"
-        threads = env.threads() or facts.gather().threads
-        self._pool = ThreadPoolExecutor(min(threads, _MAX_THREADS), "moestro-pack")
+        self.threads = min(env.threads() or facts.gather().threads, _MAX_THREADS)
+        self._pool = ThreadPoolExecutor(self.threads, "moestro-pack")
 
     def __enter__(self) -> Packer:
         return self
@@ -124,6 +125,36 @@ class Packer:
             shape = (part.rows, part.cols)
             self._pack(part.format, info.name, rows, shape, importance, errors, blob[start:stop])
 
+    def load_expert(self, source: ExpertsSource, index: int, blob: Tensor) -> None:
+        """Read and pack one expert in the calling thread; for ``packs_alone`` sources, of which
+        several threads load one each.
+        """
+        layout = source.layout
+        stored = self.read_expert(source, index)
+        for which, (part, rows) in enumerate(zip(source.parts, stored, strict=True)):
+            start, stop = layout.part_range(which)
+            with self._naming((part.infos[0] if part.stacked else part.infos[index]).name):
+                rows.pack(part.format, 0, part.rows, blob[start:stop], alone=True)
+
+    def packs_alone(self, source: ExpertsSource) -> bool:
+        """Every part is only repacked, by the native packers."""
+        infos = [(part, info) for part in source.parts for info in part.infos]
+        return not self.measure and all(
+            not isinstance(info, QuantizedInfo)
+            and not part.transposed
+            and info.dtype in part.format.exact_from
+            and part.format.packs_natively(info.dtype)
+            for part, info in infos
+        )
+
+    @contextmanager
+    def _naming(self, name: str) -> Iterator[None]:
+        """Errors inside name the file and the tensor."""
+        try:
+            yield
+        except (CheckpointError, UnsupportedFormat) as error:
+            raise type(error)(f"{self.checkpoint.path}: {name}: {error}") from error
+
     def _read_expert(self, info: TensorInfo, index: int | None) -> Tensor | Codes:
         """One expert's part of a tensor; ``index`` None: all of it."""
         if isinstance(info, QuantizedInfo):
@@ -152,13 +183,11 @@ class Packer:
             first, end = start // LANES * block_nbytes, -(-stop // LANES) * block_nbytes
             return self._pack_rows(format_, source, start, stop, importance, out[first:end])
 
-        try:
+        with self._naming(name):
             if source.at_once(format_):
                 losses = [self._pack_rows(format_, source, 0, rows, importance, out)]
             else:
                 losses = list(self._pool.map(pack_slab, range(0, rows, step)))
-        except (CheckpointError, UnsupportedFormat) as error:
-            raise type(error)(f"{self.checkpoint.path}: {name}: {error}") from error
         if errors is not None:
             errors.error += sum(lost.error for lost in losses)
             errors.norm += sum(lost.norm for lost in losses)

@@ -12,7 +12,8 @@ T = TypeVar("T")
 
 #: bytes read and not yet used; one larger read is still made alone
 AHEAD_NBYTES = 64 << 20
-_THREADS = 4
+#: enough for most disks
+MIN_THREADS = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,14 +25,14 @@ class Read(Generic[T]):
 
 
 def read_ahead(
-    reads: Iterable[Read[T]], *, ahead_nbytes: int = AHEAD_NBYTES
+    reads: Iterable[Read[T]], *, ahead_nbytes: int = AHEAD_NBYTES, threads: int = MIN_THREADS
 ) -> Generator[T, None, None]:
     """The results in order, read on a few threads. A read's error is raised where its result would
     have come. Whoever stops early closes the iterator, which waits for the reads that run.
     """
     waiting: deque[tuple[Future[T], int]] = deque()
     held = 0
-    pool = ThreadPoolExecutor(_THREADS, "moestro-read")
+    pool = ThreadPoolExecutor(threads, "moestro-read")
     try:
         for read in reads:
             while waiting and held + read.nbytes > ahead_nbytes:

@@ -35,8 +35,12 @@ class StoredRows(Protocol):
         """The native packers read it as it lies, so all of it is best packed in one call."""
         ...
 
-    def pack(self, format_: Format, start: int, stop: int, out: Tensor) -> None:
-        """Output channels [start, stop) packed without loss into ``out``, uint8."""
+    def pack(
+        self, format_: Format, start: int, stop: int, out: Tensor, *, alone: bool = False
+    ) -> None:
+        """Output channels [start, stop) packed without loss into ``out``, uint8. alone: in the
+        calling thread.
+        """
         ...
 
     def floats(self, start: int, stop: int) -> Tensor:
@@ -58,9 +62,11 @@ class RawRows:
         readable = self.exact(format_) or self.dtype in _FLOAT_DTYPES
         return readable and format_.packs_natively(self.dtype)
 
-    def pack(self, format_: Format, start: int, stop: int, out: Tensor) -> None:
+    def pack(
+        self, format_: Format, start: int, stop: int, out: Tensor, *, alone: bool = False
+    ) -> None:
         raw = self._bytes(start, stop)
-        format_.pack_exact(self.dtype, raw, stop - start, self.cols, out=out)
+        format_.pack_exact(self.dtype, raw, stop - start, self.cols, out=out, alone=alone)
 
     def floats(self, start: int, stop: int) -> Tensor:
         raw = self._bytes(start, stop)
@@ -101,7 +107,9 @@ class CodedRows:
     def at_once(self, format_: Format) -> bool:
         return False
 
-    def pack(self, format_: Format, start: int, stop: int, out: Tensor) -> None:
+    def pack(
+        self, format_: Format, start: int, stop: int, out: Tensor, *, alone: bool = False
+    ) -> None:
         codes, zeros = self.codes, self.codes.zeros
         packed = format_.pack_codes(
             codes.codes[start:stop],
