@@ -2,6 +2,7 @@
 #
 #   make demo   build the demo model and let it answer a question
 #   make test   build everything and run all tests
+#   make sanitize  the native core's own tests under the address, undefined and thread sanitizers
 #   make lint   formatting, lint and types
 #   make bench  measure the kernels beside the machine's own limits
 #   make dev    rebuild the native module after a change in csrc/ (incremental), and nothing else
@@ -29,7 +30,7 @@ EXTRA = $(RUN) -c "import importlib.metadata as m; print(*(r.split(';')[0] \
   or r.endswith(\"extra == '$(1)'\")), sep='\n')" | $(PIP) -r /dev/stdin
 NATIVE := CMakeLists.txt pyproject.toml $(shell find csrc -type f 2>/dev/null)
 
-.PHONY: demo test lint format bench dev clean
+.PHONY: demo test sanitize lint format bench dev clean
 .DELETE_ON_ERROR:
 
 demo: $(STAMPS)/package $(STAMPS)/smollm2
@@ -39,6 +40,17 @@ demo: $(STAMPS)/package $(STAMPS)/smollm2
 
 test: $(STAMPS)/test $(STAMPS)/smollm2
 	$(RUN) -m pytest -q $(T)
+
+# Without address randomization where that may be turned off: the thread sanitizer of older compilers
+# does not cope with much of it.
+sanitize: $(STAMPS)/build-tools
+	@for s in thread address,undefined; do \
+	  dir=build/sanitize-$${s%%,*}; echo "== $$s"; \
+	  $(VENV)/bin/cmake -S . -B $$dir -G Ninja -DMOESTRO_SANITIZE=$$s \
+	    -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(VENV)/bin/ninja >/dev/null && \
+	  $(VENV)/bin/cmake --build $$dir && \
+	  $$(setarch -R true 2>/dev/null && echo setarch -R) $$dir/moestro_native_tests || exit 1; \
+	done
 
 lint: $(STAMPS)/lint
 	$(RUN) -m ruff check .

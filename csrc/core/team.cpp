@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <cstring>
 #include <system_error>
+#include <utility>
 
 #include "core/affinity.h"
 #include "core/error.h"
@@ -205,7 +206,8 @@ void Team::run(Job& job) {
       std::this_thread::yield();
     }
   }
-  if (failure_) std::rethrow_exception(failure_);
+  // Handed over, not kept: its last owner is the thread that catches it.
+  if (failure_) std::rethrow_exception(std::exchange(failure_, nullptr));
 }
 
 void Team::work(int index) {
