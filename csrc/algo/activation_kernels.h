@@ -51,15 +51,13 @@ struct FloatRows {
 };
 
 // Channels first..first+31 of a row. Float::store(act, row, first, a, b) keeps those of float
-// formats.
+// formats, and the floats that may come beside bytes.
 template <class Float>
 inline void store_block(F32 a, F32 b, const Activations& act, int64_t row, int64_t first) {
-  if (act.x != nullptr) {
-    Float::store(act, row, first, a, b);
-  } else {
+  if (act.x != nullptr) Float::store(act, row, first, a, b);
+  if (act.packed != nullptr)
     quantize_block(a, b, layout_facts(act.kind),
                    act.packed[row * act.blocks + first / kBlockChannels]);
-  }
 }
 
 template <class Float>

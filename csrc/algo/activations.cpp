@@ -1,18 +1,18 @@
 #include "algo/activations.h"
 
+#include "isa/dispatch.h"
+
 namespace moestro {
 
 ActivationBuffer::ActivationBuffer(const PackedMatrix& weight, int64_t capacity) {
   const size_t blocks = size_t(capacity) * size_t(weight.blocks());
   const bool is_float = layout_facts(weight.kind).is_float;
-  if (is_float) {
-    x_.resize(blocks * kBlockChannels);
-  } else {
-    packed_.resize(blocks);
-  }
+  const bool floats = is_float || (isa().matrix.folds && !same_bits());
+  if (floats) x_.resize(blocks * kBlockChannels);
+  if (!is_float) packed_.resize(blocks);
   view_ = {.kind = weight.kind,
            .blocks = weight.blocks(),
-           .x = is_float ? x_.data() : nullptr,
+           .x = floats ? x_.data() : nullptr,
            .packed = is_float ? nullptr : packed_.data()};
 }
 

@@ -7,7 +7,8 @@
 
 namespace moestro {
 
-// Owns `capacity` rows of prepared activations for one weight format.
+// Owns `capacity` rows of prepared activations for one weight format: floats for float formats,
+// bytes for integer ones, and both where same_bits() is off and the kernels make use of it.
 class ActivationBuffer {
  public:
   ActivationBuffer(const PackedMatrix& weight, int64_t capacity);

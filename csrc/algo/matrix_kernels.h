@@ -50,7 +50,8 @@ constexpr auto tiles_of() {
 #include "algo/probe_kernels.h"
 
 constexpr MatrixKernels make_matrix_kernels() {
-  return {.quantize = quantize_row<FloatRows>,
+  return {.folds = false,
+          .quantize = quantize_row<FloatRows>,
           .gate_quantize =
               {
 #define MOESTRO_ACTIVATION(kind, name, gate) gate_quantize_rows<gate, FloatRows>,

@@ -11,9 +11,12 @@ namespace moestro {
 void multiply_by(const IsaTable& table, const PackedMatrix& weight, const float* x, int64_t tokens,
                  float* out) {
   const MatrixKernels& kernels = table.matrix;
-  const ActivationBuffer act(weight, tokens);
+  const ActivationBuffer buffer(weight, tokens);
+  Activations act = buffer.view();
+  // The exact kernels, whatever same_bits() says.
+  if (!layout_facts(weight.kind).is_float) act.x = nullptr;
   for (int64_t t = 0; t < tokens; ++t)
-    kernels.quantize(x + t * weight.cols, static_cast<int>(weight.cols), act.view(), t, 0);
+    kernels.quantize(x + t * weight.cols, static_cast<int>(weight.cols), act, t, 0);
   struct alignas(64) Line {
     std::byte bytes[64];
   };
@@ -29,7 +32,7 @@ void multiply_by(const IsaTable& table, const PackedMatrix& weight, const float*
     job.blocks = weight.blocks();
     job.run_end = weight.data + weight.nbytes();
     job.run_jump = weight.data - job.run_end;
-    job.act = act.view();
+    job.act = act;
     job.m = static_cast<int>(tokens);
     job.out = result.data();
     job.scratch = scratch[0].bytes;

@@ -10,28 +10,8 @@
 // step over the whole sum: both are the price of scales per 32 channels.
 #pragma once
 
-#include "algo/decode.h"
-
-constexpr int kAmxBlocks = 16;      // blocks of 32 input channels decoded at a time
-constexpr int kAmxTileTokens = 16;  // rows of a tile
-constexpr int kAmxTokens = 2 * kAmxTileTokens;
+constexpr int kAmxBlocks = 16;    // blocks of 32 input channels decoded at a time
 constexpr int kAmxFewTokens = 8;  // up to here the table below is used
-
-// Tile registers: sums of token tile i and channel tile j are C[ij].
-enum AmxTile { kC00, kC01, kC10, kC11, kA0, kA1, kB0, kB1 };
-
-// Shapes for token tiles of rows0 and rows1 (possibly 0) rows and operands of `depth` bytes.
-inline TileConfig amx_shapes(int rows0, int rows1, int depth) {
-  TileConfig config;
-  for (const int tile : {kC00, kC01}) config.set(tile, rows0, 64);
-  config.set(kA0, rows0, depth);
-  if (rows1 > 0) {
-    for (const int tile : {kC10, kC11}) config.set(tile, rows1, 64);
-    config.set(kA1, rows1, depth);
-  }
-  for (const int tile : {kB0, kB1}) config.set(tile, depth / 4, 64);
-  return config;
-}
 
 // Some blocks of one row tile, decoded.
 template <int kSteps>
@@ -103,7 +83,7 @@ class AmxIntJob {
 
   // Tokens [token, token + n) against `count` decoded blocks; continues the sums in out.
   void multiply(int64_t first, int count, int token, int n) {
-    shape(std::min(n, kAmxTileTokens), std::max(0, n - kAmxTileTokens));
+    grid_.shape(n, kDepth, job_.tiles);
     const ActivationBlock* x[kAmxTokens];
     for (int i = 0; i < n; ++i) {
       const int64_t row = job_.rows != nullptr ? job_.rows[token + i] : token + i;
@@ -115,13 +95,6 @@ class AmxIntJob {
       for (int s = 0; s < kSteps; ++s) dot(a, b, s);
       for (int t = 0; t < job_.tiles; ++t) step(x, n, b, t, out + t * kTileChannels);
     }
-  }
-
-  void shape(int rows0, int rows1) {
-    if (rows0 == rows0_ && rows1 == rows1_) return;
-    tile_.configure(amx_shapes(rows0, rows1, kDepth));
-    rows0_ = rows0;
-    rows1_ = rows1;
   }
 
   // Rows one after the other are read where they are, others gathered.
@@ -137,33 +110,11 @@ class AmxIntJob {
 
   // work_.dots[s] = activations x codes of one block.
   void dot(const Operand& a, int b, int s) {
-    const int8_t* q = a.q + b * a.block_stride + s * kDepth;
-    const bool two_channels = job_.tiles == 2, two_tokens = rows1_ > 0;
-    auto& dots = work_.dots[s];
-    tile_.template load<kB0>(work_.weights[0].codes[b][s * kQuads], 64);
-    if (two_channels) tile_.template load<kB1>(work_.weights[1].codes[b][s * kQuads], 64);
-    tile_.template load<kA0>(q, a.token_stride);
-    tile_.template zero<kC00>();
-    tile_.template dot_su<kC00, kA0, kB0>();
-    if (two_channels) {
-      tile_.template zero<kC01>();
-      tile_.template dot_su<kC01, kA0, kB1>();
-    }
-    if (two_tokens) {
-      tile_.template load<kA1>(q + kAmxTileTokens * a.token_stride, a.token_stride);
-      tile_.template zero<kC10>();
-      tile_.template dot_su<kC10, kA1, kB0>();
-      if (two_channels) {
-        tile_.template zero<kC11>();
-        tile_.template dot_su<kC11, kA1, kB1>();
-      }
-    }
-    tile_.template store<kC00>(dots[0][0], 64);
-    if (two_channels) tile_.template store<kC01>(dots[1][0], 64);
-    if (two_tokens) {
-      tile_.template store<kC10>(dots[0][kAmxTileTokens], 64);
-      if (two_channels) tile_.template store<kC11>(dots[1][kAmxTileTokens], 64);
-    }
+    grid_.zero();
+    grid_.template multiply<false>(a.q + b * a.block_stride + s * kDepth, a.token_stride,
+                                   work_.weights[0].codes[b][s * kQuads],
+                                   work_.weights[1].codes[b][s * kQuads]);
+    grid_.store(work_.dots[s][0], work_.dots[s][1], 64);
   }
 
   // The float steps of block b and channel tile t.
@@ -195,44 +146,13 @@ class AmxIntJob {
   const TileJob& job_;
   Decode decode_;
   Work& work_;
-  Tile tile_;
-  int rows0_ = 0, rows1_ = 0;
+  AmxGrid<Tile> grid_;
 };
 
 template <class Tile, FormatKind kKind, class Layout>
 void amx_int_tiles(const TileJob& job) {
   if (job.m <= kAmxFewTokens) return few_tokens(kKind)(job);
+  if (job.act.x != nullptr && job.m > kAmxFoldTokens)
+    return AmxFoldedJob<Tile>(job, amx_fold<Layout>).run();
   AmxIntJob<Tile, Layout::kSteps, Layout::kMin>(job, amx_decode<Layout>).run();
-}
-
-// Multiply-adds of `rounds` of four independent tile products.
-template <class Tile>
-int64_t amx_dot_peak(int64_t rounds) {
-  Tile tile;
-  tile.configure(amx_shapes(kAmxTileTokens, kAmxTileTokens, 64));
-  for (int64_t r = 0; r < rounds; ++r) {
-    tile.template dot_su<kC00, kA0, kB0>();
-    tile.template dot_su<kC01, kA0, kB1>();
-    tile.template dot_su<kC10, kA1, kB0>();
-    tile.template dot_su<kC11, kA1, kB1>();
-  }
-  return rounds * 4 * 16 * 16 * 64;
-}
-
-template <class Tile, FormatKind kKind, class Layout>
-constexpr auto amx_tiles_of() {
-  void (*tiles)(const TileJob&) = nullptr;
-  if constexpr (!Layout::kFloat) tiles = amx_int_tiles<Tile, kKind, Layout>;
-  return tiles;
-}
-
-template <class Tile>
-constexpr AmxKernels make_amx_kernels() {
-  return {.tiles =
-              {
-#define MOESTRO_FORMAT(kind, layout, stem, grouped) amx_tiles_of<Tile, FormatKind::kind, layout>(),
-#include "formats/formats.def"
-#undef MOESTRO_FORMAT
-              },
-          .dot_peak = amx_dot_peak<Tile>};
 }

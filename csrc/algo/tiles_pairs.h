@@ -25,7 +25,8 @@ inline uint16_t* pair_row(const Activations& act, int64_t row) {
 
 struct PairRows {
   static void store(const Activations& act, int64_t row, int64_t first, F32 a, F32 b) {
-    if (!layout_facts(act.kind).pairs) return FloatRows::store(act, row, first, a, b);
+    const LayoutFacts& facts = layout_facts(act.kind);
+    if (facts.is_float && !facts.pairs) return FloatRows::store(act, row, first, a, b);
     store_bf16(pair_row(act, row) + first, a, b);
   }
 };

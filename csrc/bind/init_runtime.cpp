@@ -62,6 +62,12 @@ void init_runtime(nb::module_& m) {
   m.def("set_isa", &set_isa, nb::arg("name"));
   m.def("supported_isas", &supported_isas);
   m.def("built_isas", &built_isas);
+  m.def("same_bits", &same_bits,
+        "Whether integer formats give the same bits on every instruction set and for any batch.");
+  m.def("set_same_bits", &set_same_bits, nb::arg("same"), "Takes effect for ops made afterwards.");
+  m.def(
+      "folds", [] { return isa().matrix.folds; },
+      "Whether the active kernel table is faster without same_bits().");
   m.def("emulated_isas", &emulated_isas,
         "Models of instruction sets, for tests: they run anywhere, slowly, and only when set.");
   m.def("set_threads", &set_process_threads, nb::arg("threads"));

@@ -6,8 +6,13 @@
 namespace moestro {
 
 struct AmxKernels {
-  void (*tiles[kFormatCount])(const TileJob& job);  // null: as below
+  // Where null: as below.
+  void (*quantize)(const float* x, int n, const Activations& act, int64_t row, int64_t first);
+  void (*gate_quantize[kActivationCount])(const GateBlock& block, const Activations& act,
+                                          int64_t row0, int64_t first);
+  void (*tiles[kFormatCount])(const TileJob& job);
   int64_t (*dot_peak)(int64_t rounds);
+  int64_t (*bf16_peak)(int64_t rounds);
 };
 
 #if defined(__x86_64__)

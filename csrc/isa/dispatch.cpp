@@ -35,6 +35,7 @@ const IsaTable* best() {
 }
 
 std::atomic<const IsaTable*> active{nullptr};
+std::atomic<bool> same{true};
 
 std::string join(const std::vector<std::string>& names) {
   std::string text;
@@ -69,6 +70,9 @@ const IsaTable& isa_named(const std::string& name) {
 }
 
 void set_isa(const std::string& name) { active.store(&isa_named(name), std::memory_order_release); }
+
+bool same_bits() { return same.load(std::memory_order_relaxed); }
+void set_same_bits(bool value) { same.store(value, std::memory_order_relaxed); }
 
 std::vector<std::string> supported_isas() {
   std::vector<std::string> names;

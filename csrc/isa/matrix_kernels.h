@@ -25,7 +25,7 @@ static_assert(sizeof(ActivationBlock) == 48);
 struct Activations {
   FormatKind kind;
   int64_t blocks;           // of 32 channels per row
-  float* x;                 // [rows][32 * blocks] or null
+  float* x;                 // [rows][32 * blocks] or null; see ActivationBuffer
   ActivationBlock* packed;  // [rows][blocks] or null
 
   // The same rows from `row` on.
@@ -76,6 +76,8 @@ struct GateBlock {
 };
 
 struct MatrixKernels {
+  // Whether integer kernels of many tokens can do with bfloat16 activations: faster, other bits.
+  bool folds;
   // Prepares channels [first, first + n) of activation row `row`; first is a multiple of 32.
   // Channels up to the next multiple of 32 are zero-filled.
   void (*quantize)(const float* x, int n, const Activations& act, int64_t row, int64_t first);

@@ -23,6 +23,13 @@ inline void store_bf16(uint16_t* p, F32 a, F32 b) {
   _mm512_storeu_si512(p, __m512i(_mm512_cvtne2ps_pbh(b, a)));
 }
 
+// Two channels of sixteen outputs as pairs, to nearest even; denormal ones become zero.
+inline void store_pairs(uint8_t* p, F32 even, F32 odd) {
+  const __m512i low = _mm512_cvtepu16_epi32(__m256i(_mm512_cvtneps_pbh(even)));
+  const __m512i high = _mm512_cvtepu16_epi32(__m256i(_mm512_cvtneps_pbh(odd)));
+  _mm512_storeu_si512(p, _mm512_or_si512(low, _mm512_slli_epi32(high, 16)));
+}
+
 // Every e4m3 magnitude is a bfloat16. Its two bytes by the seven bits of the code; the order in
 // which vpermi2b joins a register of lower bytes with one of upper bytes to pairs of channels.
 struct E4m3Tables {
@@ -71,7 +78,7 @@ inline void e4m3_pairs(const uint8_t* p, Pair& first, Pair& second) {
   second = lookup_bytes(_mm512_add_epi8(order, _mm512_set1_epi8(32)), low, high);
 }
 
-int64_t pair_peak(int64_t rounds) {
+inline int64_t pair_peak(int64_t rounds) {
   constexpr int kPairChains = 12;
   Pair w = _mm512_set1_epi32(0x3f803f80);
   const Pair x = _mm512_set1_epi32(0x3e803e80);

@@ -17,7 +17,7 @@ ISAS = [*native.supported_isas(), *native.emulated_isas()]
 FORMATS = [name for name in native.core.format_names() if name in formats.names()]
 #: tables that multiply bfloat16 pairs, and the formats they do it for: their activations are
 #: rounded to bfloat16, and their bits are their own
-PAIR_ISAS = ("avx512_bf16", "amx")
+PAIR_ISAS = ("avx512_bf16", "amx", "amx_emulated")
 PAIR_FORMATS = tuple(name for name in FORMATS if name == "bf16" or name.startswith("fp8-"))
 
 

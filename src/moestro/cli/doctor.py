@@ -72,6 +72,8 @@ def _native() -> dict[str, Any]:
         "isa": native.isa(),
         "supported": list(native.supported_isas()),
         "built": list(native.built_isas()),
+        "same_bits": native.same_bits(),
+        "folds": native.folds(),
     }
 
 
@@ -196,6 +198,14 @@ def _threads_line(report: dict[str, Any]) -> str:
     return f"{report['threads']}, {where}{sliced}"
 
 
+def _same_bits(native: dict[str, Any]) -> str:
+    if "problem" in native:
+        return "unknown"
+    if not native["folds"]:
+        return "yes, for integer formats (--no-same-bits has no effect here: it needs AMX)"
+    return "yes, for integer formats; --no-same-bits takes fewer steps for long prompts"
+
+
 def _used_lines(report: dict[str, Any]) -> list[tuple[str, str]]:
     native = report["native"]
     if "problem" in native:
@@ -206,6 +216,7 @@ def _used_lines(report: dict[str, Any]) -> list[tuple[str, str]]:
         kernels += f"; also possible: {', '.join(others)}" if others else ""
     return [
         ("kernels", kernels),
+        ("same bits", _same_bits(native)),
         ("threads", _threads_line(report)),
         ("devices", ", ".join(report["devices"])),
         ("fallbacks", "; ".join(report["fallbacks"].values()) or "none"),

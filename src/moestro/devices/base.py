@@ -38,6 +38,13 @@ class Device(Protocol):
         """
         ...
 
+    def set_same_bits(self, same: bool) -> None:
+        """Whether products of integer formats have the same bits on every instruction set and for
+        any number of tokens, in the whole process, for ops issued or recorded from now on. Off, a
+        device may take a faster way with another rounding.
+        """
+        ...
+
     def check_formats(self, names: Collection[str]) -> None:
         """Make sure that the kernels of these formats compute rightly on this machine, before
         weights are loaded for them. Raises SelfCheckError.

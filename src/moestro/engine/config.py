@@ -59,6 +59,11 @@ class EngineConfig:
         "NUMA nodes that weights are sliced over, 1 for no slicing; default: those this process "
         "may use",
     )
+    same_bits: bool = _knob(
+        True,
+        "integer formats give the same bits on every instruction set and for any batch; without, "
+        "processors with AMX multiply long prompts in fewer steps, rounded to bfloat16",
+    )
     memory: str | None = _knob(
         None,
         "memory budget for weights, KV cache and buffers, for example 24GiB; default: what is "
@@ -79,6 +84,8 @@ class EngineConfig:
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise InvalidRequest(f"{name} must be a positive whole number, got {value!r}")
+        if not isinstance(self.same_bits, bool):
+            raise InvalidRequest(f"same_bits must be True or False, got {self.same_bits!r}")
         if self.context is not None and self.context < 2:
             raise InvalidRequest(
                 f"context must hold at least a prompt token and an answer token, got {self.context}"

@@ -70,6 +70,7 @@ def load_engine(
     policy = FormatPolicy.parse(formats or "")
     target = devices.get(device)
     threads = target.set_threads(config.threads, pin=config.pin, numa_nodes=config.numa_nodes)
+    target.set_same_bits(config.same_bits)
     checkpoint = open_checkpoint(model, revision=revision, offline=offline)
     try:
         description = models.describe(checkpoint)

@@ -152,3 +152,14 @@ def test_a_format_without_kernels_is_refused_by_name():
 
     with pytest.raises(UnsupportedFormat, match="int3-g7"):
         OPS.linear(torch.zeros(1, 32), Odd(), torch.zeros(1, 16), live(1))
+
+
+def test_same_bits_is_the_default_and_one_switch_of_the_process() -> None:
+    device = devices.get("cpu")
+    assert native.same_bits()
+    try:
+        device.set_same_bits(False)
+        assert not native.same_bits()
+    finally:
+        device.set_same_bits(True)
+    assert native.same_bits()

@@ -27,6 +27,7 @@ def test_every_knob_has_help() -> None:
         ("page_size", 24),
         ("kv_dtype", "int3"),
         ("threads", 0),
+        ("same_bits", "yes"),
         ("memory", "lots"),
         ("memory", 24),
     ],

@@ -56,6 +56,9 @@ class CpuDevice:
             )
         return placed.threads
 
+    def set_same_bits(self, same: bool) -> None:
+        native.set_same_bits(same)
+
     def check_formats(self, names: Collection[str]) -> None:
         """SelfCheckError if a kernel in use does not give what the reference does."""
         self_check.require(names)

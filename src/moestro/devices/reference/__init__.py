@@ -33,6 +33,9 @@ class ReferenceDevice:
         torch.set_num_threads(threads or env.threads() or facts.gather().threads)
         return torch.get_num_threads()
 
+    def set_same_bits(self, same: bool) -> None:
+        """Nothing to choose: torch computes in float32."""
+
     def check_formats(self, names: Collection[str]) -> None:
         """Nothing: there are no kernels that could be wrong."""
 
