@@ -17,7 +17,7 @@ class WriteKv final : public Op {
 
   void run(Worker& worker) override {
     const int64_t rows = rows_.get();
-    check(rows);
+    require_writable("write_kv", a_.cache, a_.batch, rows);
     const AttentionKernels& kernels = isa().attention;
     const int64_t chunks = (rows + kTaskTokens - 1) / kTaskTokens;
     const int64_t heads = a_.cache.kv_heads, dim = a_.cache.head_dim;
@@ -32,16 +32,6 @@ class WriteKv final : public Op {
   }
 
  private:
-  // By every worker before any of them writes.
-  void check(int64_t rows) const {
-    for (int64_t t = 0; t < rows;) {
-      const Run run = next_run("write_kv", a_.cache, a_.batch, t, rows);
-      const int64_t first = a_.batch.positions[run.first], last = a_.batch.positions[run.end - 1];
-      require_pages("write_kv", a_.cache, a_.batch, t, first, last);
-      t = run.end;
-    }
-  }
-
   WriteKvArgs a_;
   Rows rows_;
 };
@@ -56,8 +46,7 @@ std::string outside(int64_t limit) { return "is outside 0.." + std::to_string(li
 
 }  // namespace
 
-Run next_run(const char* op, const PagedCache& cache, const RaggedBatch& batch, int64_t first,
-             int64_t rows) {
+Run next_run(const char* op, Paging cache, const RaggedBatch& batch, int64_t first, int64_t rows) {
   const int64_t slot = batch.slots[first], limit = batch.pages_per_slot * cache.page_size;
   if (slot < 0 || slot >= batch.slot_count)
     refuse(op, "slot", slot, first, outside(batch.slot_count));
@@ -73,12 +62,22 @@ Run next_run(const char* op, const PagedCache& cache, const RaggedBatch& batch, 
   return {first, t};
 }
 
-void require_pages(const char* op, const PagedCache& cache, const RaggedBatch& batch, int64_t token,
+void require_pages(const char* op, Paging cache, const RaggedBatch& batch, int64_t token,
                    int64_t first, int64_t last) {
   const int32_t* pages = batch.pages_of(token);
   for (int64_t p = first / cache.page_size; p <= last / cache.page_size; ++p)
     if (pages[p] < 0 || pages[p] >= cache.pages)
       refuse(op, "page", pages[p], token, outside(cache.pages));
+}
+
+// Every worker does it before any of them writes.
+void require_writable(const char* op, Paging cache, const RaggedBatch& batch, int64_t rows) {
+  for (int64_t t = 0; t < rows;) {
+    const Run run = next_run(op, cache, batch, t, rows);
+    const int64_t first = batch.positions[run.first], last = batch.positions[run.end - 1];
+    require_pages(op, cache, batch, t, first, last);
+    t = run.end;
+  }
 }
 
 std::unique_ptr<Op> make_write_kv(const WriteKvArgs& args, Rows rows) {

@@ -10,6 +10,12 @@
 
 namespace moestro {
 
+// How a cache is cut into pages.
+struct Paging {
+  int64_t pages;
+  int64_t page_size;
+};
+
 // One layer's cache. Numbers: k [pages, kv_heads, page_size / 16, head_dim, 16], v [pages,
 // kv_heads, page_size, head_dim]. Bytes: k [pages, kv_heads, page_size / 16, head_dim / 4, 16, 4],
 // v [pages, kv_heads, page_size / 4, head_dim, 4], with k_scale [pages, kv_heads, page_size / 16,
@@ -25,6 +31,7 @@ struct PagedCache {
   int64_t page_size;
   int64_t head_dim;
 
+  operator Paging() const { return {pages, page_size}; }
   KvHead head(int64_t index, const int32_t* pages_of_slot) const {
     const int64_t bytes = page_size * head_dim * cache_element_size(type);
     const int64_t scales = page_size * scale_groups(static_cast<int>(head_dim));
@@ -64,11 +71,12 @@ struct Run {
 
 // The run that starts at token `first` of `rows`. Throws InvalidRequest if its slot lies outside
 // the page table or its positions outside the slot's pages, or do not ascend by one.
-Run next_run(const char* op, const PagedCache& cache, const RaggedBatch& batch, int64_t first,
-             int64_t rows);
+Run next_run(const char* op, Paging cache, const RaggedBatch& batch, int64_t first, int64_t rows);
 // Throws InvalidRequest if a page of positions first..last of the token's slot is not in the cache.
-void require_pages(const char* op, const PagedCache& cache, const RaggedBatch& batch, int64_t token,
+void require_pages(const char* op, Paging cache, const RaggedBatch& batch, int64_t token,
                    int64_t first, int64_t last);
+// Both of all rows, for an op that writes their positions.
+void require_writable(const char* op, Paging cache, const RaggedBatch& batch, int64_t rows);
 
 struct WriteKvArgs {
   const float* k;  // [T, kv_heads * head_dim]

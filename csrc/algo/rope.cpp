@@ -16,7 +16,7 @@ class Rope final : public Op {
     require_indices("rope: position", a_.positions, rows, a_.max_positions);
     worker.for_tasks(rows, [&](int64_t t) {
       const int64_t angle = a_.positions[t] * a_.half;
-      float* head = a_.x + t * a_.heads * a_.head_dim;
+      float* head = a_.x + t * a_.heads * a_.head_dim + a_.offset;
       for (int64_t h = 0; h < a_.heads; ++h, head += a_.head_dim)
         kernels.rope(head, a_.cos + angle, a_.sin + angle, static_cast<int>(a_.half),
                      a_.interleaved);

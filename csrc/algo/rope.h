@@ -15,7 +15,8 @@ struct RopeArgs {
   const float* sin;
   int64_t heads;
   int64_t head_dim;
-  int64_t half;  // pairs that turn in each head
+  int64_t offset;  // channel of each head where those that turn begin
+  int64_t half;    // pairs that turn in each head
   int64_t max_positions;
   bool interleaved;
 };

@@ -1,20 +1,31 @@
 #include "algo/router.h"
 
 #include "isa/dispatch.h"
+#include "isa/vector_table.h"
 
 namespace moestro {
 namespace {
+
+static_assert(3 * kMaxExperts * sizeof(float) <= Worker::kScratchBytes);
 
 class Route final : public Op {
  public:
   Route(const RouteArgs& args, Rows rows) : a_(args), rows_(rows) {}
 
   void run(Worker& worker) override {
-    const FloatKernels& kernels = isa().floats;
-    const int experts = static_cast<int>(a_.experts), top_k = static_cast<int>(a_.top_k);
+    const FloatKernels& floats = isa().floats;
+    const RouteKernel route = vectors().route;
+    const RouteRule& rule = a_.rule;
+    const bool plain = rule.is_plain_softmax();
     worker.for_tasks(rows_.get(), [&](int64_t t) {
-      if (!kernels.route(a_.logits + t * a_.experts, experts, a_.ids + t * a_.top_k,
-                         a_.weights + t * a_.top_k, top_k, a_.normalize))
+      const float* logits = a_.logits + t * rule.experts;
+      int32_t* ids = a_.ids + t * rule.top_k;
+      float* weights = a_.weights + t * rule.top_k;
+      auto* work = reinterpret_cast<float*>(worker.scratch());
+      const bool routed =
+          plain ? floats.route(logits, rule.experts, ids, weights, rule.top_k, rule.normalize)
+                : route(rule, logits, ids, weights, work);
+      if (!routed)
         throw invalid_request("route: the logits of row " + std::to_string(t) +
                               " hold NaN or have no finite maximum");
     });

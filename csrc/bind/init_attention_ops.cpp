@@ -4,12 +4,10 @@
 
 #include "algo/attention.h"
 #include "algo/kv_cache.h"
-#include "bind/tensors.h"
+#include "bind/cache_tensors.h"
 
 namespace moestro {
 namespace {
-
-using Cache = nb::ndarray<nb::c_contig, nb::device::cpu>;
 
 using Scales = std::optional<Cache>;
 
@@ -20,23 +18,6 @@ struct CacheTensors {
   const Scales& k_scale;
   const Scales& v_scale;
 };
-
-bool is_bfloat16(const nb::dlpack::dtype& type) {
-  return type.lanes == 1 && type.bits == 16 &&
-         static_cast<nb::dlpack::dtype_code>(type.code) == nb::dlpack::dtype_code::Bfloat;
-}
-
-CacheType cache_type(const Cache& tensor) {
-  const nb::dlpack::dtype type = tensor.dtype();
-  const auto code = static_cast<nb::dlpack::dtype_code>(type.code);
-  if (type == nb::dtype<float>()) return CacheType::kF32;
-  if (type == nb::dtype<uint8_t>()) return CacheType::kInt8;
-  if (is_bfloat16(type)) return CacheType::kBf16;
-  if (type.lanes == 1 && type.bits == 16 && code == nb::dlpack::dtype_code::Float)
-    return CacheType::kF16;
-  throw Error(ErrorKind::kUnsupportedOp,
-              "attention caches hold float32, float16 or bfloat16 numbers, or uint8 codes");
-}
 
 void require_shape(const std::string& name, const Cache& tensor, std::span<const int64_t> wanted) {
   require(tensor.ndim() == wanted.size(), name + " has " + std::to_string(tensor.ndim()) +
@@ -101,17 +82,6 @@ PagedCache paged_cache(const std::string& op, const CacheTensors& tensors) {
   cache.k_scale = scales(op + ": cache.k_scale", tensors.k_scale, key_scales);
   cache.v_scale = scales(op + ": cache.v_scale", tensors.v_scale, value_scales);
   return cache;
-}
-
-RaggedBatch ragged_batch(const std::string& op, const Ints1& positions, const Ints1& slots,
-                         const Ints2& page_table, int64_t tokens) {
-  require_size((op + ": positions").c_str(), positions.shape(0), tokens);
-  require_size((op + ": slots").c_str(), slots.shape(0), tokens);
-  return {.positions = positions.data(),
-          .slots = slots.data(),
-          .page_table = page_table.data(),
-          .slot_count = static_cast<int64_t>(page_table.shape(0)),
-          .pages_per_slot = static_cast<int64_t>(page_table.shape(1))};
 }
 
 void write_kv(BoundProgram* program, Floats2 k, Floats2 v, Cache cache_k, Cache cache_v,

@@ -1,5 +1,6 @@
 // Bindings of the packed matrix ops.
 #include "algo/linear.h"
+#include "algo/linear_heads.h"
 #include "algo/multiply.h"
 #include "algo/probe.h"
 #include "bind/tensors.h"
@@ -30,6 +31,29 @@ void linear(BoundProgram* program, Floats2 x, const std::string& format, Bytes1 
                         .bias = bias ? bias->data() : nullptr,
                         .accumulate = accumulate};
   submit(program, make_linear(args, make_rows(rows, x.shape(0))), x, data, out, rows, bias);
+}
+
+void linear_heads(BoundProgram* program, Floats2 x, const std::string& format, Bytes1 data,
+                  int64_t n, int64_t k, Floats2 out, Ints1 rows, int64_t heads) {
+  const PackedMatrix weight = bind_matrix("linear_heads: weight bytes", format, data, n, k);
+  require(heads >= 1 && n % heads == 0 && x.shape(1) % heads == 0,
+          "linear_heads: " + std::to_string(heads) + " heads do not divide " + std::to_string(n) +
+              " rows and x width " + std::to_string(x.shape(1)));
+  const int64_t x_width = static_cast<int64_t>(x.shape(1)) / heads;
+  require(x_width >= k, "linear_heads: x has " + std::to_string(x_width) +
+                            " channels per head, expected at least " + std::to_string(k));
+  require_size("linear_heads: out width", out.shape(1), n);
+  require_size("linear_heads: out rows", out.shape(0), x.shape(0));
+  if (n / heads % kTileChannels != 0)
+    throw Error(ErrorKind::kUnsupportedOp, "linear_heads: " + std::to_string(n / heads) +
+                                               " channels of a head are not a multiple of 16");
+  if (weight.padded_cols > kMaxHeadInputs)
+    throw Error(ErrorKind::kUnsupportedOp, "linear_heads: " + std::to_string(k) +
+                                               " input channels are more than " +
+                                               std::to_string(kMaxHeadInputs));
+  const LinearHeadsArgs args{
+      .x = x.data(), .weight = weight, .out = out.data(), .heads = heads, .x_width = x_width};
+  submit(program, make_linear_heads(args, make_rows(rows, x.shape(0))), x, data, out, rows);
 }
 
 void embed_tokens(BoundProgram* program, Ints1 ids, const std::string& format, Bytes1 data,
@@ -72,6 +96,9 @@ void init_matrix_ops(nb::module_& m) {
   m.def("multiply", &multiply, nb::arg("isa"), nb::arg("x").noconvert(), nb::arg("format"),
         nb::arg("data").noconvert(), nb::arg("n"), nb::arg("k"), nb::arg("out").noconvert(),
         "linear by the kernels of a named instruction set, in the calling thread.");
+  m.def("linear_heads", &linear_heads, nb::arg("program").none(), nb::arg("x").noconvert(),
+        nb::arg("format"), nb::arg("data").noconvert(), nb::arg("n"), nb::arg("k"),
+        nb::arg("out").noconvert(), nb::arg("rows").noconvert(), nb::kw_only(), nb::arg("heads"));
   m.def("embed_tokens", &embed_tokens, nb::arg("program").none(), nb::arg("ids").noconvert(),
         nb::arg("format"), nb::arg("data").noconvert(), nb::arg("vocab"), nb::arg("hidden"),
         nb::arg("out").noconvert(), nb::arg("rows").noconvert());

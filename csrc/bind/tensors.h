@@ -68,6 +68,7 @@ void submit(BoundProgram* program, std::unique_ptr<Op> op, Buffers... buffers) {
 void init_runtime(nb::module_& m);
 void init_float_ops(nb::module_& m);
 void init_attention_ops(nb::module_& m);
+void init_latent_ops(nb::module_& m);
 void init_matrix_ops(nb::module_& m);
 void init_moe_op(nb::module_& m);
 void init_packing(nb::module_& m);

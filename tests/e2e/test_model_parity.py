@@ -55,6 +55,22 @@ def old_gguf_file(model: PreTrainedModel, folder: Path) -> Path:
     return tiny_models.write_gguf(model, folder / "model.gguf", one_tensor_per_expert=True)
 
 
+def unsplit_gguf_file(model: PreTrainedModel, folder: Path) -> Path:
+    folder.mkdir()
+    return tiny_models.write_gguf(model, folder / "model.gguf", split_latent=False)
+
+
+def renamed(model_type: str):
+    """The same checkpoint under the name of a family that shares the architecture."""
+
+    def write(model: PreTrainedModel, folder: Path) -> Path:
+        path = tiny_models.write_safetensors(model, folder)
+        tiny_models.change_config(path, model_type=model_type)
+        return path
+
+    return write
+
+
 def packed(source: Callable[[PreTrainedModel, Path], Path]):
     """The written checkpoint converted to a packed directory, values kept."""
 
@@ -98,6 +114,7 @@ BANDS = {
 }  # fmt: skip
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 YARN_MSCALE = {**YARN, "mscale": 1.2, "mscale_all_dim": 0.7, "beta_fast": 16, "truncate": False}
+YARN_SAME = {**YARN, "mscale": 0.707, "mscale_all_dim": 0.707}
 DYNAMIC = {"rope_type": "dynamic", "factor": 4.0}
 
 #: fed in every way
@@ -108,6 +125,8 @@ MAIN = [
     case("qwen3_moe", "qwen3_moe"),
     case("mixtral-window", "mixtral", sliding_window=20),
     case("gpt_oss", "gpt_oss"),
+    case("deepseek_v2", "deepseek_v2"),
+    case("deepseek_v3", "deepseek_v3"),
 ]
 #: fed one-shot and in chunks
 VARIANTS = [
@@ -165,6 +184,39 @@ VARIANTS = [
     case("gpt-oss-packed", "gpt_oss", packed(tiny_models.write_safetensors)),
     case("gpt-oss-gguf", "gpt_oss", gguf_file),
     case("gpt-oss-gguf-packed", "gpt_oss", packed(gguf_file)),
+    case("deepseek-v2-greedy", "deepseek_v2", topk_method="greedy"),
+    case("deepseek-v2-no-query-lora", "deepseek_v2", q_lora_rank=None),
+    case("deepseek-v2-yarn", "deepseek_v2", rope_parameters=YARN_SAME),
+    case("deepseek-v2-yarn-mscale", "deepseek_v2", rope_parameters=YARN_MSCALE),
+    case("deepseek-v2-one-shared", "deepseek_v2", n_shared_experts=1),
+    case("deepseek-v2-all-dense", "deepseek_v2", first_k_dense_replace=3),
+    case("deepseek-v2-none-dense", "deepseek_v2", first_k_dense_replace=0),
+    case("deepseek-v2-bias", "deepseek_v2", attention_bias=True),
+    case("deepseek-v2-tied", "deepseek_v2", tie_word_embeddings=True),
+    case("deepseek-v2-fused", "deepseek_v2", tiny_models.write_fused),
+    case("deepseek-v2-packed", "deepseek_v2", packed(tiny_models.write_safetensors)),
+    case("deepseek-v3-one-group", "deepseek_v3", n_group=1, topk_group=1),
+    case("deepseek-v3-not-normalized", "deepseek_v3", norm_topk_prob=False),
+    case("deepseek-v3-no-query-lora", "deepseek_v3", q_lora_rank=None),
+    case("deepseek-v3-plain-rope", "deepseek_v3", rope_parameters={"rope_type": "default",
+                                                                   "rope_theta": 1e4}),
+    case("deepseek-v3-yarn-mscale", "deepseek_v3", rope_parameters=YARN_MSCALE),
+    case("deepseek-v3-yarn-unscaled", "deepseek_v3", rope_parameters=YARN),
+    case("deepseek-v3-halves", "deepseek_v3", rope_interleave=False),
+    case("deepseek-v3-two-shared", "deepseek_v3", n_shared_experts=2),
+    case("deepseek-v3-two-dense", "deepseek_v3", first_k_dense_replace=2),
+    case("deepseek-v3-bias", "deepseek_v3", attention_bias=True),
+    case("deepseek-v3-many-heads", "deepseek_v3", num_attention_heads=18, num_key_value_heads=18),
+    case("deepseek-v3-packed", "deepseek_v3", packed(tiny_models.write_fused)),
+    case("kimi-k2", "deepseek_v3", renamed("kimi_k2"), n_group=1, topk_group=1),
+    case("deepseek-v2-gguf", "deepseek_v2", gguf_file),
+    case("deepseek-v2-gguf-lite", "deepseek_v2", gguf_file, q_lora_rank=None, topk_method="greedy",
+         rope_parameters=YARN_SAME),
+    case("deepseek-v2-gguf-unsplit", "deepseek_v2", unsplit_gguf_file),
+    case("deepseek-v3-gguf", "deepseek_v3", gguf_file),
+    case("deepseek-v3-gguf-unscaled", "deepseek_v3", gguf_file, rope_parameters=YARN),
+    case("deepseek-v3-gguf-unsplit", "deepseek_v3", unsplit_gguf_file, n_shared_experts=2),
+    case("deepseek-v3-gguf-packed", "deepseek_v3", packed(gguf_file)),
     case("llama-gguf", "llama", gguf_file),
     case("llama-gguf-tied", "llama", gguf_file, tie_word_embeddings=True),
     case("llama-gguf-bias", "llama", gguf_file, attention_bias=True),

@@ -17,6 +17,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from moestro import models
 
 GGUF_ARCHITECTURES = {
+    "deepseek_v2": "deepseek2",
+    "deepseek_v3": "deepseek2",
     "gpt_oss": "gpt-oss",
     "llama": "llama",
     "mixtral": "llama",
@@ -40,6 +42,9 @@ def make(model_type: str, *, seed: int = 0, **options: Any) -> PreTrainedModel:
                 # Wide enough that attention and routing are far from uniform.
                 weight.normal_(0, 0.5 if weight.dim() == 1 else 2 * weight.shape[-1] ** -0.5,
                                generator=generator)  # fmt: skip
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.normal_(0, 0.2, generator=generator)
     return model
 
 
@@ -69,13 +74,22 @@ def change_config(folder: Path, remove: tuple[str, ...] = (), **changes: Any) ->
     path.write_text(json.dumps({**raw, **changes}))
 
 
-def write_gguf(model: PreTrainedModel, path: Path, *, one_tensor_per_expert: bool = False) -> Path:
-    """As llama.cpp's converter writes the model, in F32."""
+def write_gguf(
+    model: PreTrainedModel,
+    path: Path,
+    *,
+    one_tensor_per_expert: bool = False,
+    split_latent: bool = True,
+) -> Path:
+    """As llama.cpp's converter writes the model, in F32. split_latent: as it has since it takes
+    the projections of latent attention apart.
+    """
     config = model.config
     architecture = GGUF_ARCHITECTURES[config.model_type]
     writer = gguf.GGUFWriter(path, architecture)
-    _add_metadata(writer, config)
-    for name, tensor in _gguf_tensors(model, one_tensor_per_expert).items():
+    _add_metadata(writer, config, split_latent)
+    tensors = _gguf_tensors(model, one_tensor_per_expert, split_latent)
+    for name, tensor in tensors.items():
         writer.add_tensor(name, np.ascontiguousarray(tensor.float().numpy()))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -151,7 +165,7 @@ def _random_blocks(source_type: str, shape: tuple[int, ...], rng: np.random.Gene
     return flat
 
 
-def _add_metadata(writer: gguf.GGUFWriter, config: Any) -> None:
+def _add_metadata(writer: gguf.GGUFWriter, config: Any, split_latent: bool = True) -> None:
     head_dim = getattr(config, "head_dim", None) or (
         config.hidden_size // config.num_attention_heads
     )
@@ -161,10 +175,13 @@ def _add_metadata(writer: gguf.GGUFWriter, config: Any) -> None:
     writer.add_block_count(config.num_hidden_layers)
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_key_length(head_dim)
-    writer.add_value_length(head_dim)
     writer.add_rope_dimension_count(head_dim)
+    if hasattr(config, "kv_lora_rank"):
+        _add_latent_metadata(writer, config, split_latent)
+    else:
+        writer.add_head_count_kv(config.num_key_value_heads)
+        writer.add_key_length(head_dim)
+        writer.add_value_length(head_dim)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_eos_token_id(2)
     experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", 0)
@@ -187,7 +204,50 @@ def _add_metadata(writer: gguf.GGUFWriter, config: Any) -> None:
         writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
 
 
+def _add_latent_metadata(writer: gguf.GGUFWriter, config: Any, split: bool) -> None:
+    formed = config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim
+    if split:
+        writer.add_head_count_kv(1)
+        writer.add_key_length(config.kv_lora_rank + config.qk_rope_head_dim)
+        writer.add_value_length(config.kv_lora_rank)
+        writer.add_key_length_mla(formed[0])
+        writer.add_value_length_mla(formed[1])
+    else:
+        writer.add_head_count_kv(config.num_attention_heads)
+        writer.add_key_length(formed[0])
+        writer.add_value_length(formed[1])
+    if config.q_lora_rank is not None:
+        writer.add_q_lora_rank(config.q_lora_rank)
+    writer.add_kv_lora_rank(config.kv_lora_rank)
+    writer.add_leading_dense_block_count(config.first_k_dense_replace)
+    writer.add_expert_count(config.n_routed_experts)
+    writer.add_expert_used_count(config.num_experts_per_tok)
+    writer.add_expert_shared_count(config.n_shared_experts)
+    writer.add_expert_weights_scale(config.routed_scaling_factor)
+    is_third = config.model_type == "deepseek_v3"
+    if is_third:
+        writer.add_expert_weights_norm(config.norm_topk_prob)
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+    elif split:  # older files do not say
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SOFTMAX)
+    if is_third or config.topk_method == "group_limited_greedy":
+        writer.add_expert_group_count(config.n_group)
+        writer.add_expert_group_used_count(config.topk_group)
+    if config.rope_parameters.get("mscale_all_dim"):
+        writer.add_rope_scaling_yarn_log_mul(0.1 * config.rope_parameters["mscale_all_dim"])
+
+
 _GGUF_LAYER_NAMES = {
+    "self_attn.q_a_proj.weight": "attn_q_a.weight",
+    "self_attn.q_a_layernorm.weight": "attn_q_a_norm.weight",
+    "self_attn.q_b_proj.weight": "attn_q_b.weight",
+    "self_attn.kv_a_proj_with_mqa.weight": "attn_kv_a_mqa.weight",
+    "self_attn.kv_a_layernorm.weight": "attn_kv_a_norm.weight",
+    "self_attn.kv_b_proj.weight": "attn_kv_b.weight",
+    "mlp.gate.e_score_correction_bias": "exp_probs_b.bias",
+    "mlp.shared_experts.gate_proj.weight": "ffn_gate_shexp.weight",
+    "mlp.shared_experts.up_proj.weight": "ffn_up_shexp.weight",
+    "mlp.shared_experts.down_proj.weight": "ffn_down_shexp.weight",
     "input_layernorm.weight": "attn_norm.weight",
     "post_attention_layernorm.weight": "ffn_norm.weight",
     "self_attn.q_norm.weight": "attn_q_norm.weight",
@@ -216,7 +276,9 @@ _GGUF_NAMES = {
 }
 
 
-def _gguf_tensors(model: PreTrainedModel, one_tensor_per_expert: bool) -> dict[str, Tensor]:
+def _gguf_tensors(
+    model: PreTrainedModel, one_tensor_per_expert: bool, split_latent: bool = True
+) -> dict[str, Tensor]:
     config = model.config
     named: dict[str, Tensor] = {}
     for name, tensor in model.state_dict().items():
@@ -227,6 +289,12 @@ def _gguf_tensors(model: PreTrainedModel, one_tensor_per_expert: bool) -> dict[s
         _, _, layer, rest = name.split(".", 3)
         if config.model_type == "gpt_oss" and (own := _gpt_oss_tensors(rest, tensor)):
             named |= {f"blk.{layer}.{short}": value for short, value in own.items()}
+            continue
+        if rest == "self_attn.kv_b_proj.weight" and split_latent:
+            formed = tensor.unflatten(0, (config.num_attention_heads, -1))
+            keys = formed[:, : config.qk_nope_head_dim]
+            named[f"blk.{layer}.attn_k_b.weight"] = keys.mT
+            named[f"blk.{layer}.attn_v_b.weight"] = formed[:, config.qk_nope_head_dim :]
             continue
         if rest == "mlp.experts.gate_up_proj":
             gate, up = tensor.chunk(2, dim=1)

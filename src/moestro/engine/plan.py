@@ -10,7 +10,6 @@ from moestro.core.errors import InvalidRequest, OutOfBudget
 from moestro.core.units import format_bytes
 from moestro.engine.config import DEFAULT_CONTEXT, EngineConfig
 from moestro.models.spec import ModelSpec
-from moestro.nn.kv_cache import position_nbytes
 
 #: a context that was not asked for is not made smaller than this to fit; rather say what is missing
 SMALLEST_CONTEXT = 512
@@ -61,9 +60,8 @@ def plan_memory(
         config.max_batch_tokens * scratch_per_token
         + config.max_sequences * (spec.vocab_size + spec.hidden_size) * 4
     )
-    page_bytes = (spec.num_layers * spec.kv_heads * config.page_size) * position_nbytes(
-        spec.head_dim, getattr(torch, config.kv_dtype)
-    )
+    dtype = getattr(torch, config.kv_dtype)
+    page_bytes = config.page_size * sum(cache.position_nbytes(dtype) for cache in spec.caches)
     affordable = max(0, budget - weights - buffers) // page_bytes
     context = config.context or min(spec.context_length, DEFAULT_CONTEXT)
     per_sequence = -(-context // config.page_size)

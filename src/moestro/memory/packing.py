@@ -23,7 +23,14 @@ from moestro.formats.base import LANES, Format, require_finite
 from moestro.machine import facts
 from moestro.memory.expert_bank import PROJECTION_NAMES
 from moestro.memory.sources import ExpertsSource, Part, Source
-from moestro.memory.stored_rows import CodedRows, RawRows, StoredRows, TransposedRows, to_float
+from moestro.memory.stored_rows import (
+    CodedRows,
+    RawRows,
+    StoredRows,
+    TransposedRows,
+    pick_head_rows,
+    to_float,
+)
 
 # Weights that one thread packs at a time: 1 MiB as float32.
 _SLAB_ELEMENTS = 1 << 18
@@ -79,11 +86,16 @@ class Packer:
 
     def read_matrix(self, source: Source) -> StoredRows:
         """A matrix as the checkpoint stores it; may run beside packing."""
-        info = source.info
+        info, picked = source.info, source.head_rows
+        rows: StoredRows
         if isinstance(info, QuantizedInfo):
-            return CodedRows(info.dtype, read_codes(self.checkpoint, info), named=source.named)
-        raw = self._unpermute(self.checkpoint.read(info.name), source)
-        return RawRows(info.dtype, raw, source.rows, source.cols)
+            rows = CodedRows(info.dtype, read_codes(self.checkpoint, info), named=source.named)
+        else:
+            shape = (source.rows, source.cols)
+            stored = shape if picked is None else picked.stored_shape(shape)
+            raw = self._unpermute(self.checkpoint.read(info.name), source)
+            rows = RawRows(info.dtype, raw, *stored)
+        return rows if picked is None else pick_head_rows(rows, picked)
 
     def pack_matrix(
         self, source: Source, rows: StoredRows, out: Tensor, errors: ErrorSum | None = None

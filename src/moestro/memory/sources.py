@@ -15,7 +15,7 @@ from moestro.core.errors import CheckpointError, UnsupportedFormat
 from moestro.formats.base import Format
 from moestro.memory.expert_bank import PROJECTION_NAMES, BlobLayout
 from moestro.memory.policy import FormatPolicy
-from moestro.memory.weights import WeightSpec
+from moestro.memory.weights import HeadRows, WeightSpec
 
 #: checkpoint types that are plain floating point numbers, with their bytes
 FLOAT_TYPES = {"F32": 4, "F16": 2, "BF16": 2, "F64": 8}
@@ -28,12 +28,14 @@ class Source:
     """A vector or matrix that was found. ``format`` is None for vectors, which become float32.
 
     named: the policy names the format, so that something may be lost; else it holds all.
+    head_rows: how ``info`` holds the matrix, if not alone.
     """
 
     spec: WeightSpec
     info: TensorInfo
     format: Format | None
     named: bool = False
+    head_rows: HeadRows | None = None
 
     @property
     def rows(self) -> int:
@@ -134,12 +136,16 @@ class _Finder:
     def find(self, spec: WeightSpec) -> Resolved | None:
         if spec.kind == "experts":
             return self._experts(spec)
-        name = next((name for name in spec.sources if name in self.names), None)
+        picked = () if spec.head_rows is None else spec.head_rows.sources
+        names = spec.sources + picked
+        name = next((name for name in names if name in self.names), None)
         if name is None:
             if not spec.optional:
-                self.missing.append(_any_of(spec.sources, spec.key))
+                self.missing.append(_any_of(names, spec.key))
             return None
         info = self.checkpoint.info(name)
+        if spec.head_rows is not None:
+            return self._of_heads(spec, spec.head_rows, info)
         self._require_shape(info, spec.shape)
         if spec.kind == "vector":
             self._require_readable(info)
@@ -150,6 +156,24 @@ class _Finder:
             format=self._format(spec.key, spec.role, info),
             named=self._named(spec.key, spec.role, info),
         )
+
+    def _of_heads(self, spec: WeightSpec, head_rows: HeadRows, info: TensorInfo) -> Source:
+        """A matrix of every head's rows, stacked or among others."""
+        named = self._named(spec.key, spec.role, info)
+        if info.name not in head_rows.sources:
+            rows, cols = spec.shape
+            if info.shape != (head_rows.heads, rows // head_rows.heads, cols):
+                self._require_shape(info, spec.shape)
+            format_ = self._format(spec.key, spec.role, info)
+            return Source(spec=spec, info=info, format=format_, named=named)
+        self._require_shape(info, head_rows.stored_shape(spec.shape))
+        if named or info.dtype in FLOAT_TYPES:
+            format_ = self._format(spec.key, spec.role, info)
+        else:
+            # Scales belong to rows that are taken apart here, so the values are kept instead.
+            self._require_readable(info)
+            format_ = formats.exact_for("F32")
+        return Source(spec=spec, info=info, format=format_, named=named, head_rows=head_rows)
 
     def _experts(self, spec: WeightSpec) -> ExpertsSource | None:
         if spec.expert_sources is None:

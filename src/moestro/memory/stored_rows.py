@@ -19,6 +19,7 @@ from moestro import formats
 from moestro.checkpoints.quant_codes import Codes
 from moestro.formats.base import Format
 from moestro.memory.sources import FLOAT_TYPES
+from moestro.memory.weights import HeadRows
 
 # Checkpoint types that packers take as they are.
 _FLOAT_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -120,6 +121,20 @@ class CodedRows:
 
     def floats(self, start: int, stop: int) -> Tensor:
         return self.codes.floats(start, stop)
+
+
+def pick_head_rows(rows: StoredRows, picked: HeadRows) -> RawRows:
+    """The meant rows of every head as one matrix of floats, of the stored type if that is one."""
+    values = rows.floats(0, picked.heads * picked.rows)
+    names = {dtype: name for name, dtype in _FLOAT_DTYPES.items()}
+    bits = values.contiguous().view(torch.uint8).numpy().view(f"i{values.element_size()}")
+    parts = bits.reshape(picked.heads, picked.rows, -1)
+    parts = parts[:, picked.first : picked.first + picked.count]
+    if picked.transposed:
+        parts = parts.transpose(0, 2, 1)
+    parts = np.ascontiguousarray(parts)
+    raw = torch.from_numpy(parts.reshape(-1).view(np.uint8))
+    return RawRows(names[values.dtype], raw, parts.shape[0] * parts.shape[1], parts.shape[2])
 
 
 def to_float(dtype: str, raw: Tensor, rows: int, cols: int) -> Tensor:

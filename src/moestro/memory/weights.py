@@ -23,6 +23,8 @@ class WeightSpec:
     role: what format policies select by.
     sources: for ``vector`` and ``matrix`` the candidate tensor names, first present wins. For
     ``experts`` a mapping is in ``expert_sources`` instead.
+    head_rows: other tensors that hold a matrix among rows of something else, tried after
+    ``sources``; each head's rows of a matrix may then also be stacked, [heads, N / heads, K].
     unpermute_heads: for GGUF llama-family q/k: number of heads whose rows are interleaved and must
     be brought back to the half-rotation order (0: leave).
     optional: absent is fine (the key is then missing from the loaded weights).
@@ -35,10 +37,31 @@ class WeightSpec:
     shape: tuple[int, ...]
     sources: tuple[str, ...] = ()
     expert_sources: ExpertSources | None = None
+    head_rows: HeadRows | None = None
     unpermute_heads: int = 0
     optional: bool = False
     layer: int = -1
     activation: str = "silu"
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadRows:
+    """Tensors [heads * rows, cols] of which a matrix is ``count`` rows from ``first`` on of every
+    head's ``rows``.
+
+    transposed: each head's [count, cols] is [cols, count] in the matrix.
+    """
+
+    sources: tuple[str, ...]
+    heads: int
+    rows: int
+    first: int
+    count: int
+    transposed: bool = False
+
+    def stored_shape(self, shape: tuple[int, ...]) -> tuple[int, int]:
+        """Of such a tensor, for a matrix of this shape."""
+        return self.heads * self.rows, shape[0] // self.heads if self.transposed else shape[1]
 
 
 @dataclass(frozen=True, kw_only=True)

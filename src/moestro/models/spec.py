@@ -12,8 +12,9 @@ from torch import Tensor
 from moestro.devices.base import Device
 from moestro.memory.weights import WeightSpec
 from moestro.nn.buffers import Buffers
+from moestro.nn.kv_cache import CacheShape
 from moestro.nn.mlp import Experts
-from moestro.ops.contracts import Batch, KvLayer, Packed
+from moestro.ops.contracts import Batch, LayerCache, Packed
 
 #: where a configuration came from: config.json, or the key/values of a GGUF file
 Container = Literal["safetensors", "gguf"]
@@ -26,16 +27,15 @@ Weights = Mapping[str, Packed | Tensor | Experts]
 class ModelSpec:
     """Facts the engine schedules by.
 
-    context_length: positions the model was made for. eos_token_ids: as far as the configuration
-    tells; a tokenizer may know more.
+    caches: what each layer caches. context_length: positions the model was made for.
+    eos_token_ids: as far as the configuration tells; a tokenizer may know more.
     """
 
     model_type: str
     hidden_size: int
     num_layers: int
     vocab_size: int
-    kv_heads: int
-    head_dim: int
+    caches: tuple[CacheShape, ...]
     context_length: int
     eos_token_ids: tuple[int, ...] = ()
 
@@ -60,7 +60,7 @@ class Model(Protocol):
     @property
     def device(self) -> Device: ...
 
-    def allocate_cache(self, *, pages: int, page_size: int, dtype: torch.dtype) -> list[KvLayer]:
+    def allocate_cache(self, *, pages: int, page_size: int, dtype: torch.dtype) -> list[LayerCache]:
         """Zeroed caches, one per layer; page_size is a multiple of 16."""
         ...
 
@@ -68,7 +68,7 @@ class Model(Protocol):
         """Every activation buffer for up to ``tokens`` tokens and ``logits`` logit rows a step."""
         ...
 
-    def forward(self, batch: Batch, cache: Sequence[KvLayer], buffers: Buffers) -> None:
+    def forward(self, batch: Batch, cache: Sequence[LayerCache], buffers: Buffers) -> None:
         """One ragged step; issues ops only, so it can run inside ``device.ops.record()``."""
         ...
 

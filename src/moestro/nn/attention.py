@@ -4,14 +4,39 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Protocol, TypeVar
 
+import torch
 from torch import Tensor
 
 from moestro.nn.buffers import Buffers, Scratch
+from moestro.nn.kv_cache import allocate_kv
 from moestro.nn.linear import Linear
 from moestro.nn.norm import RMSNorm
 from moestro.nn.rope import Rope
-from moestro.ops.contracts import Batch, KvLayer, Ops
+from moestro.ops.contracts import Batch, KvLayer, LayerCache, Ops
+
+CacheT = TypeVar("CacheT", bound=LayerCache)
+
+
+class Attention(Protocol[CacheT]):
+    """A block that reads and extends a cache of its own kind, and adds its result to the residual
+    stream.
+    """
+
+    def scratch(self) -> Iterator[Scratch]: ...
+
+    def allocate_cache(self, *, pages: int, page_size: int, dtype: torch.dtype) -> CacheT:
+        """A zeroed cache of pages * page_size positions."""
+        ...
+
+    def forward(
+        self, ops: Ops, x: Tensor, out: Tensor, batch: Batch, cache: CacheT, buffers: Buffers
+    ) -> None:
+        """out [T, hidden_size] += attention of x [T, hidden_size]; what this step adds to the
+        context is cached.
+        """
+        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,10 +80,18 @@ class GroupedQueryAttention:
     def scratch(self) -> Iterator[Scratch]:
         yield from (self._q, self._k, self._v, self._mixed)
 
+    def allocate_cache(self, *, pages: int, page_size: int, dtype: torch.dtype) -> KvLayer:
+        return allocate_kv(
+            pages=pages,
+            page_size=page_size,
+            kv_heads=self.kv_heads,
+            head_dim=self.head_dim,
+            dtype=dtype,
+        )
+
     def forward(
         self, ops: Ops, x: Tensor, out: Tensor, batch: Batch, cache: KvLayer, buffers: Buffers
     ) -> None:
-        """out [T, hidden_size] += attention of x [T, hidden_size]; this step's keys are cached."""
         rows = batch.rows
         q, k, v, mixed = (buffers[s] for s in (self._q, self._k, self._v, self._mixed))
         self.q_proj.forward(ops, x, q, rows)

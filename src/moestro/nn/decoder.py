@@ -8,16 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from moestro.core.errors import InvalidRequest
-from moestro.nn.attention import GroupedQueryAttention
+from moestro.nn.attention import Attention
 from moestro.nn.buffers import Buffers, Scratch
 from moestro.nn.embedding import Embedding, LanguageModelHead
 from moestro.nn.mlp import FeedForward
 from moestro.nn.norm import RMSNorm
-from moestro.ops.contracts import Batch, KvLayer, Ops
+from moestro.ops.contracts import Batch, LayerCache, Ops
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +27,7 @@ class DecoderLayer:
     """hidden += attention(norm(hidden)); hidden += feed_forward(norm(hidden))."""
 
     input_norm: RMSNorm
-    attention: GroupedQueryAttention
+    attention: Attention[Any]
     post_attention_norm: RMSNorm
     feed_forward: FeedForward
 
@@ -39,7 +41,7 @@ class DecoderLayer:
         hidden: Tensor,
         normed: Tensor,
         batch: Batch,
-        cache: KvLayer,
+        cache: LayerCache,
         buffers: Buffers,
     ) -> None:
         rows = batch.rows
@@ -81,8 +83,17 @@ class Decoder:
             vocab_size=self.vocab_size,
         )
 
-    def forward(self, ops: Ops, batch: Batch, cache: Sequence[KvLayer], buffers: Buffers) -> None:
-        """Logits of the batch's logit rows into ``buffers.logits``; keys and values into ``cache``.
+    def allocate_cache(self, *, pages: int, page_size: int, dtype: torch.dtype) -> list[LayerCache]:
+        """Zeroed caches, one per layer, each of its attention's own kind."""
+        return [
+            layer.attention.allocate_cache(pages=pages, page_size=page_size, dtype=dtype)
+            for layer in self.layers
+        ]
+
+    def forward(
+        self, ops: Ops, batch: Batch, cache: Sequence[LayerCache], buffers: Buffers
+    ) -> None:
+        """Logits of the batch's logit rows into ``buffers.logits``; the step into ``cache``.
 
         Raises InvalidRequest if the batch can hold more than the buffers.
         """

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from moestro.nn.buffers import Buffers, Scratch
 from moestro.nn.mlp import Experts, SharedExpert
-from moestro.nn.router import SoftmaxRouter
+from moestro.nn.router import Router
 from moestro.ops.contracts import Ops
 
 
@@ -17,7 +17,7 @@ from moestro.ops.contracts import Ops
 class MixtureOfExperts:
     """out [T, H] += the routed experts' weighted sum (+ the shared expert) of x [T, H]."""
 
-    router: SoftmaxRouter
+    router: Router
     experts: Experts
     shared: SharedExpert | None = None
 

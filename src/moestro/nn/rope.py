@@ -70,11 +70,14 @@ def yarn_attention_factor(
 
 @dataclass(frozen=True, kw_only=True)
 class RopeConfig:
-    """theta: base period. rotary_dim: channels of each head that turn, even."""
+    """theta: base period. rotary_dim: channels of each head that turn, even. interleaved: pairs are
+    neighbouring channels, not those half the rotary_dim apart.
+    """
 
     theta: float
     rotary_dim: int
     scaling: Scaling | None = None
+    interleaved: bool = False
 
 
 def inverse_frequencies(config: RopeConfig) -> Tensor:
@@ -127,6 +130,7 @@ class Rope:
 
     cos: Tensor
     sin: Tensor
+    interleaved: bool = False
 
     @staticmethod
     def build(
@@ -142,8 +146,28 @@ class Rope:
             inverse = inverse / frequency_divisors
         angles = torch.arange(max_positions, dtype=torch.float32)[:, None] * inverse
         scale = config.scaling.attention_factor if isinstance(config.scaling, YarnScaling) else 1.0
-        return Rope(cos=angles.cos() * scale, sin=angles.sin() * scale)
+        return Rope(
+            cos=angles.cos() * scale, sin=angles.sin() * scale, interleaved=config.interleaved
+        )
 
-    def forward(self, ops: Ops, x: Tensor, positions: Tensor, rows: Tensor, *, heads: int) -> None:
-        """Turn x [T, heads * head_dim] in place."""
-        ops.rope(x, positions, self.cos, self.sin, rows, heads=heads)
+    def forward(
+        self,
+        ops: Ops,
+        x: Tensor,
+        positions: Tensor,
+        rows: Tensor,
+        *,
+        heads: int,
+        offset: int = 0,
+    ) -> None:
+        """Turn x [T, heads * head_dim] in place, each head's channels from ``offset`` on."""
+        ops.rope(
+            x,
+            positions,
+            self.cos,
+            self.sin,
+            rows,
+            heads=heads,
+            interleaved=self.interleaved,
+            offset=offset,
+        )

@@ -65,6 +65,10 @@ class ExpertTable(Protocol):
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "swiglu_oai")
 
 
+#: How a router scores experts: softmax over all of them, or each one's sigmoid alone.
+SCORINGS = ("softmax", "sigmoid")
+
+
 @dataclass(frozen=True, kw_only=True)
 class ExpertBiases:
     """What is added to each expert's products: gate, up float32 [E, I], down float32 [E, H]."""
@@ -136,6 +140,36 @@ class KvLayer:
     @property
     def head_dim(self) -> int:
         return self.v.shape[3]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatentKvLayer:
+    """One layer's paged cache for multi-head latent attention (arXiv:2405.04434).
+
+    rows: [pages, page_size, rank + rope_dim], per position the ``rank`` compressed channels that
+    are key and value of all heads, then the rotated key channels that all heads share. dtype and
+    page_size as in KvLayer. Fresh caches are zero.
+    """
+
+    rows: Tensor
+    rank: int
+
+    @property
+    def pages(self) -> int:
+        return self.rows.shape[0]
+
+    @property
+    def page_size(self) -> int:
+        return self.rows.shape[1]
+
+    @property
+    def width(self) -> int:
+        """rank + rope_dim"""
+        return self.rows.shape[2]
+
+
+#: What an attention block caches of one layer.
+LayerCache = KvLayer | LatentKvLayer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -237,6 +271,15 @@ class Ops(Protocol):
         """out[T, N] = (out +) x[T, K] @ weight.T (+ bias [N])."""
         ...
 
+    def linear_heads(
+        self, x: Tensor, weight: Packed, out: Tensor, rows: Tensor, *, heads: int
+    ) -> None:
+        """A linear of its own for each head: weight [heads * N, K] holds N output channels of every
+        head, N a multiple of 16; of x [T, heads * X], X >= K, each head's first K channels are
+        read; out [T, heads * N].
+        """
+        ...
+
     def rope(
         self,
         x: Tensor,
@@ -247,10 +290,11 @@ class Ops(Protocol):
         *,
         heads: int,
         interleaved: bool = False,
+        offset: int = 0,
     ) -> None:
         """Rotate in place x [T, heads * head_dim]; cos, sin float32 [max_positions, rotary_dim / 2]
-        are indexed by position. The first rotary_dim channels of each head turn: pairs (i, i +
-        rotary_dim/2), or (2i, 2i+1) if interleaved. (arXiv:2104.09864)
+        are indexed by position. The rotary_dim channels of each head from ``offset`` on turn: pairs
+        (i, i + rotary_dim/2), or (2i, 2i+1) if interleaved. (arXiv:2104.09864)
         """
         ...
 
@@ -285,6 +329,42 @@ class Ops(Protocol):
         """
         ...
 
+    def write_latent(
+        self,
+        kv: Tensor,
+        norm: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        cache: LatentKvLayer,
+        batch: Batch,
+        *,
+        eps: float,
+        interleaved: bool = False,
+    ) -> None:
+        """Store kv [T, rank + rope_dim] of every live token at its position's page: the first rank
+        channels after an rmsnorm with weight ``norm`` [rank], the others turned as by ``rope``.
+        """
+        ...
+
+    def latent_attention(
+        self,
+        q: Tensor,
+        absorbed: Tensor,
+        cache: LatentKvLayer,
+        out: Tensor,
+        batch: Batch,
+        *,
+        heads: int,
+        scale: float,
+    ) -> None:
+        """Causal attention of all heads over the cached rows of positions 0..position of each
+        token's own slot. The score of a row is ``scale`` times (its compressed channels with the
+        head's ``absorbed`` [T, heads * rank] + its rotated channels with the last rope_dim channels
+        of the head in q [T, heads * Q]); out [T, heads * rank] is the weighted sum of compressed
+        channels, and may be absorbed. The rows of this step must have been written before.
+        """
+        ...
+
     def route(
         self,
         logits: Tensor,
@@ -293,9 +373,21 @@ class Ops(Protocol):
         rows: Tensor,
         *,
         normalize: bool,
+        scoring: str = "softmax",
+        bias: Tensor | None = None,
+        groups: int = 1,
+        top_groups: int = 1,
+        scale: float = 1.0,
     ) -> None:
-        """Softmax over logits [T, E], then the top A: ids int32 [T, A] in descending probability
-        (ties: lower id first), weights float32 [T, A], summing to one if ``normalize``.
+        """The top A experts of each token by the scores of logits [T, E]: ids int32 [T, A] in
+        descending order of choice (ties: lower id first), weights float32 [T, A] their scores,
+        divided by their sum if ``normalize``, times ``scale``.
+
+        scoring: one of ``SCORINGS``. bias: float32 [E], added to the scores for the choice alone
+        (arXiv:2408.15664). groups, top_groups: the experts are ``groups`` equal parts, and only
+        those of the ``top_groups`` best are chosen from; a group counts as its best expert, with
+        sigmoid scores as the sum of its best two (arXiv:2405.04434, arXiv:2412.19437).
+        A row with NaN or without a finite maximum raises InvalidRequest.
         """
         ...
 

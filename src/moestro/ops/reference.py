@@ -16,8 +16,17 @@ from torch.nn.functional import gelu, relu, silu
 
 from moestro.core.errors import InvalidRequest, UnsupportedOp
 from moestro.ops import kv_cache
-from moestro.ops.contracts import Batch, ExpertTable, KvLayer, Packed, SharedExperts
+from moestro.ops.contracts import (
+    Batch,
+    ExpertTable,
+    KvLayer,
+    LatentKvLayer,
+    LayerCache,
+    Packed,
+    SharedExperts,
+)
 from moestro.ops.dispatch import PythonOps, op
+from moestro.ops.reference_math import in_top_groups, scored, turned
 
 
 class ReferenceOps(PythonOps):
@@ -87,6 +96,15 @@ class ReferenceOps(PythonOps):
         out[:n] = result
 
     @op
+    def linear_heads(
+        self, x: Tensor, weight: Packed, out: Tensor, rows: Tensor, *, heads: int
+    ) -> None:
+        n = live_rows(rows, x, out)
+        matrices = self._wide(weight.unpack()).view(heads, -1, weight.cols)
+        parts = self._wide(x[:n]).view(n, heads, -1)[..., : weight.cols]
+        out[:n] = torch.einsum("thk,hnk->thn", parts, matrices).flatten(1)
+
+    @op
     def rope(
         self,
         x: Tensor,
@@ -97,21 +115,15 @@ class ReferenceOps(PythonOps):
         *,
         heads: int,
         interleaved: bool = False,
+        offset: int = 0,
     ) -> None:
         n = live_rows(rows, x, positions)
         where = positions[:n].long()
         require_range("position", where, cos.shape[0], "the rope table")
-        c, s = self._wide(cos[where])[:, None], self._wide(sin[where])[:, None]
         by_head = x[:n].view(n, heads, x.shape[1] // heads)
-        rotary = by_head[..., : 2 * cos.shape[1]]
-        if interleaved:
-            first, second = rotary[..., 0::2], rotary[..., 1::2]
-        else:
-            first, second = rotary.chunk(2, dim=-1)
-        a, b = self._wide(first), self._wide(second)
-        turned = a * c - b * s, b * c + a * s  # both before the first write: a and b may be views
-        first.copy_(turned[0])
-        second.copy_(turned[1])
+        rotary = by_head[..., offset : offset + 2 * cos.shape[1]]
+        c, s = self._wide(cos[where])[:, None], self._wide(sin[where])[:, None]
+        rotary.copy_(turned(self._wide(rotary), c, s, interleaved=interleaved))
 
     @op
     def write_kv(self, k: Tensor, v: Tensor, cache: KvLayer, batch: Batch) -> None:
@@ -175,19 +187,98 @@ class ReferenceOps(PythonOps):
         return self._wide(keys), self._wide(values)
 
     @op
+    def write_latent(
+        self,
+        kv: Tensor,
+        norm: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        cache: LatentKvLayer,
+        batch: Batch,
+        *,
+        eps: float,
+        interleaved: bool = False,
+    ) -> None:
+        n = live_rows(batch.rows, kv, batch.positions, batch.slots)
+        positions, slots = batch.positions[:n].long(), batch.slots[:n].long()
+        pages = pages_of(cache, batch, slots, positions)
+        require_range("position", positions, cos.shape[0], "the rope table")
+        row = self._wide(kv[:n])
+        compressed, rotary = row[:, : cache.rank], row[:, cache.rank :]
+        mean_square = compressed.square().mean(-1, keepdim=True)
+        compressed = compressed * torch.rsqrt(mean_square + eps) * self._wide(norm)
+        c, s = self._wide(cos[positions]), self._wide(sin[positions])
+        rotary = turned(rotary, c, s, interleaved=interleaved)
+        stored = torch.cat([compressed, rotary], dim=1).float().to(cache.rows.dtype)
+        cache.rows[pages, positions % cache.page_size] = stored
+
+    @op
+    def latent_attention(
+        self,
+        q: Tensor,
+        absorbed: Tensor,
+        cache: LatentKvLayer,
+        out: Tensor,
+        batch: Batch,
+        *,
+        heads: int,
+        scale: float,
+    ) -> None:
+        n = live_rows(batch.rows, q, absorbed, out, batch.positions, batch.slots)
+        positions, slots = batch.positions[:n].long(), batch.slots[:n].long()
+        pages_of(cache, batch, slots, positions)  # validates before anything is written
+        rope_dim = cache.width - cache.rank
+        rotated = self._wide(q[:n]).view(n, heads, -1)[..., -rope_dim:]
+        queries = torch.cat([self._wide(absorbed[:n]).view(n, heads, -1), rotated], dim=-1)
+        for slot in sorted(set(slots.tolist())):
+            tokens = (slots == slot).nonzero()[:, 0]
+            context = torch.arange(int(positions[tokens].max()) + 1)
+            pages = pages_of(cache, batch, torch.full_like(context, slot), context)
+            keys = self._wide(cache.rows[pages, context % cache.page_size])
+            scores = torch.einsum("thd,cd->htc", queries[tokens], keys) * scale
+            scores = scores.masked_fill(context > positions[tokens, None], -torch.inf)
+            mixed = torch.einsum("htc,cd->thd", scores.softmax(-1), keys[:, : cache.rank])
+            out[tokens] = mixed.flatten(1).float()
+
+    @op
     def route(
-        self, logits: Tensor, ids: Tensor, weights: Tensor, rows: Tensor, *, normalize: bool
+        self,
+        logits: Tensor,
+        ids: Tensor,
+        weights: Tensor,
+        rows: Tensor,
+        *,
+        normalize: bool,
+        scoring: str = "softmax",
+        bias: Tensor | None = None,
+        groups: int = 1,
+        top_groups: int = 1,
+        scale: float = 1.0,
     ) -> None:
         n, top_k = live_rows(rows, logits, ids, weights), ids.shape[1]
-        if top_k > logits.shape[1]:
-            raise UnsupportedOp(f"route: top {top_k} of {logits.shape[1]} experts")
-        # A larger logit is a larger probability, so the order is taken before rounding can tie.
-        order = logits[:n].sort(dim=1, descending=True, stable=True).indices[:, :top_k]
-        probs = self._wide(logits[:n]).softmax(1).gather(1, order)
+        experts = logits.shape[1]
+        if experts % groups:
+            raise UnsupportedOp(f"route: {experts} experts do not divide into {groups} groups")
+        if not 1 <= top_groups <= groups:
+            raise UnsupportedOp(f"route: top {top_groups} of {groups} groups")
+        if top_k > experts // groups * top_groups:
+            raise UnsupportedOp(f"route: top {top_k} of {experts // groups * top_groups} experts")
+        scores = scored(self._wide(logits[:n]), scoring)
+        # A larger logit is a larger softmax, so the order is taken before rounding can tie.
+        choice = self._wide(logits[:n]) if scoring == "softmax" and bias is None else scores
+        if bias is not None:
+            choice = choice + self._wide(bias)
+        if groups > 1:
+            choice = in_top_groups(
+                choice, groups, top_groups, best=2 if scoring == "sigmoid" else 1
+            )
+        order = choice.sort(dim=1, descending=True, stable=True).indices[:, :top_k]
+        chosen = scores.gather(1, order)
         if normalize:
-            probs = probs / probs.sum(1, keepdim=True)
+            # Sigmoids may all vanish.
+            chosen = chosen / (chosen.sum(1, keepdim=True) + (1e-20 if scoring == "sigmoid" else 0))
         ids[:n] = order.int()
-        weights[:n] = probs
+        weights[:n] = chosen * scale
 
     @op
     def moe(
@@ -282,7 +373,7 @@ def require_range(what: str, values: Tensor, stop: int, of: str) -> None:
         raise InvalidRequest(f"{what} {int(bad[0])} is outside {of}, which has 0..{stop - 1}")
 
 
-def pages_of(cache: KvLayer, batch: Batch, slots: Tensor, positions: Tensor) -> Tensor:
+def pages_of(cache: LayerCache, batch: Batch, slots: Tensor, positions: Tensor) -> Tensor:
     """The cache page of each (slot, position), all three checked against their ranges."""
     slot_count, pages_per_slot = batch.page_table.shape
     require_range("sequence slot", slots, slot_count, "the page table")

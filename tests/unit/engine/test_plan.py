@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -9,7 +11,7 @@ from moestro.core.errors import InvalidRequest, OutOfBudget
 from moestro.engine.config import DEFAULT_CONTEXT, EngineConfig
 from moestro.engine.plan import SMALLEST_CONTEXT, MemoryPlan, plan_memory
 from moestro.models.spec import ModelSpec
-from moestro.nn.kv_cache import allocate_kv
+from moestro.nn.kv_cache import KvShape, LatentShape, allocate_kv
 
 MIB = 2**20
 WEIGHTS = 100 * MIB
@@ -21,15 +23,16 @@ def spec(context: int = 32768) -> ModelSpec:
         hidden_size=64,
         num_layers=4,
         vocab_size=1000,
-        kv_heads=2,
-        head_dim=64,
+        caches=(KvShape(kv_heads=2, head_dim=64),) * 4,
         context_length=context,
     )
 
 
-def plan(budget: int, model_context: int = 32768, **options: object) -> MemoryPlan:
+def plan(
+    budget: int, model_context: int = 32768, *, model: ModelSpec | None = None, **options: object
+) -> MemoryPlan:
     return plan_memory(
-        spec(model_context),
+        model or spec(model_context),
         EngineConfig.from_options(options),
         weights=WEIGHTS,
         scratch_per_token=1024,
@@ -95,3 +98,11 @@ def test_an_int8_cache_counts_its_scales_and_what_is_allocated() -> None:
     page = plan(10_000 * MIB, kv_dtype="int8").page_bytes
     assert page * 3 == 4 * nbytes  # four layers
     assert page == 4 * 2 * 32 * (2 * 64 + 2 * 3)
+
+
+def test_layers_may_cache_different_things() -> None:
+    latent = LatentShape(rank=512, rope_dim=64)
+    mixed = replace(spec(), caches=(latent, KvShape(kv_heads=2, head_dim=64), latent))
+    assert plan(10_000 * MIB, model=mixed).page_bytes == 32 * 2 * (576 + 2 * 2 * 64 + 576)
+    with pytest.raises(InvalidRequest, match="int8 KV cache is not implemented for latent"):
+        plan(10_000 * MIB, model=mixed, kv_dtype="int8")

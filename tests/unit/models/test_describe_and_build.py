@@ -13,9 +13,10 @@ from moestro import devices, formats, models
 from moestro.core.errors import CheckpointError, InvalidRequest, UnsupportedArchitecture
 from moestro.formats.base import PackedWeight
 from moestro.memory.expert_bank import BlobLayout, ExpertBank
-from moestro.memory.weights import ExpertSources, WeightSpec
+from moestro.memory.weights import ExpertSources, HeadRows, WeightSpec
 
-FAMILIES = ["gpt_oss", "llama", "mixtral", "qwen2_moe", "qwen3_moe"]
+FAMILIES = ["deepseek_v2", "deepseek_v3", "gpt_oss", "kimi_k2", "llama", "mixtral", "qwen2_moe",
+            "qwen3_moe"]  # fmt: skip
 F32 = formats.get("f32")
 
 
@@ -85,7 +86,7 @@ def test_every_weight_has_one_key_and_names_in_both_containers(name: str):
             sources = spec.expert_sources
             named = [sources.gate, sources.up, sources.down]
         else:
-            named = [spec.sources]
+            named = [spec.sources + (spec.head_rows.sources if spec.head_rows else ())]
         for candidates in named:
             assert any(c.startswith(("model.", "lm_head")) for c in candidates), spec.key
             assert any(c.startswith(("blk.", "token_embd", "output")) for c in candidates), spec.key
@@ -164,6 +165,26 @@ def test_packed_models_are_described_by_what_they_were_made_from():
         models.describe(Opened(raw, "packed"))
 
 
+def test_projections_of_latent_attention_are_found_alone_or_together():
+    by_key = {s.key: s for s in tiny("deepseek_v3").weights}
+    key, value = (by_key[f"layers.1.attention.{part}_proj"] for part in ("key", "value"))
+    assert (key.shape, value.shape) == ((3 * 32, 12), (3 * 16, 32))
+    assert (key.sources, value.sources) == (("blk.1.attn_k_b.weight",), ("blk.1.attn_v_b.weight",))
+    together = ("model.layers.1.self_attn.kv_b_proj.weight", "blk.1.attn_kv_b.weight")
+    assert key.head_rows == HeadRows(
+        sources=together, heads=3, rows=28, first=0, count=12, transposed=True
+    )
+    assert value.head_rows == HeadRows(sources=together, heads=3, rows=28, first=12, count=16)
+    assert all(spec.head_rows.stored_shape(spec.shape) == (3 * 28, 32) for spec in (key, value))
+
+
+def test_the_bias_on_the_choice_of_experts_is_of_sigmoid_routers():
+    for name, there in (("deepseek_v2", False), ("deepseek_v3", True), ("kimi_k2", True)):
+        keys = {spec.key for spec in tiny(name).weights}
+        assert ("layers.1.router.choice_bias" in keys) == there
+        assert "layers.0.router.choice_bias" not in keys
+
+
 def test_unknown_families_are_named():
     with pytest.raises(UnsupportedArchitecture, match="'bert' is not implemented; these are"):
         models.describe(Opened({"model_type": "bert"}))
@@ -215,3 +236,18 @@ def test_model_allocates_by_its_spec():
     assert cache[0].v.data_ptr() != cache[1].v.data_ptr()
     buffers = model.allocate_buffers(tokens=9, logits=2)
     assert buffers.logits.shape == (2, 101) and buffers.tokens == 9
+
+
+@pytest.mark.parametrize("name", ["deepseek_v2", "deepseek_v3"])
+def test_latent_attention_caches_one_row_per_position(name: str):
+    description = tiny(name)
+    model = models.build(description, random_weights(description), devices.get("reference"))
+    cache = model.allocate_cache(pages=3, page_size=32, dtype=torch.float16)
+    assert [c.rows.shape for c in cache] == [(3, 32, 32 + 8)] * 3
+    assert {(c.rows.dtype, c.rank, c.pages, c.page_size) for c in cache} == {
+        (torch.float16, 32, 3, 32)
+    }
+    with pytest.raises(InvalidRequest, match="page size 24"):
+        model.allocate_cache(pages=3, page_size=24, dtype=torch.float16)
+    with pytest.raises(InvalidRequest, match="int8 KV cache is not implemented for latent"):
+        model.allocate_cache(pages=3, page_size=32, dtype=torch.int8)

@@ -21,7 +21,7 @@ from moestro.nn.mlp import GatedMlp, Mlp
 from moestro.nn.moe import MixtureOfExperts
 from moestro.nn.norm import RMSNorm
 from moestro.nn.rope import Rope, RopeConfig
-from moestro.nn.router import SoftmaxRouter
+from moestro.nn.router import Router
 from moestro.ops.contracts import Batch
 from moestro.ops.reference import ReferenceOps
 
@@ -106,7 +106,7 @@ def test_moe_adds_routed_and_shared_experts(normalize: bool, with_shared: bool):
     one, gate1, up1, down1 = bank(1)
     router, w = linear(5)
     block = MixtureOfExperts(
-        router=SoftmaxRouter(gate=router, top_k=2, normalize=normalize),
+        router=Router(gate=router, top_k=2, normalize=normalize),
         experts=experts,
         shared=Mlp(bank=one) if with_shared else None,
     )

@@ -17,7 +17,14 @@ from torch import Tensor
 
 from moestro import _core as core
 from moestro.core.errors import UnsupportedOp
-from moestro.ops.contracts import Batch, ExpertTable, KvLayer, Packed, SharedExperts
+from moestro.ops.contracts import (
+    Batch,
+    ExpertTable,
+    KvLayer,
+    LatentKvLayer,
+    Packed,
+    SharedExperts,
+)
 from moestro.ops.dispatch import OP_NAMES, unsupported
 
 
@@ -132,6 +139,21 @@ class CpuOps:
             accumulate=accumulate,
         )
 
+    def linear_heads(
+        self, x: Tensor, weight: Packed, out: Tensor, rows: Tensor, *, heads: int
+    ) -> None:
+        core.linear_heads(
+            self._program,
+            x,
+            weight.format_name,
+            weight.data,
+            weight.rows,
+            weight.cols,
+            out,
+            rows,
+            heads=heads,
+        )
+
     def rope(
         self,
         x: Tensor,
@@ -142,8 +164,19 @@ class CpuOps:
         *,
         heads: int,
         interleaved: bool = False,
+        offset: int = 0,
     ) -> None:
-        core.rope(self._program, x, positions, cos, sin, rows, heads=heads, interleaved=interleaved)
+        core.rope(
+            self._program,
+            x,
+            positions,
+            cos,
+            sin,
+            rows,
+            heads=heads,
+            interleaved=interleaved,
+            offset=offset,
+        )
 
     def write_kv(self, k: Tensor, v: Tensor, cache: KvLayer, batch: Batch) -> None:
         core.write_kv(
@@ -192,6 +225,59 @@ class CpuOps:
             sinks=sinks,
         )
 
+    def write_latent(
+        self,
+        kv: Tensor,
+        norm: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        cache: LatentKvLayer,
+        batch: Batch,
+        *,
+        eps: float,
+        interleaved: bool = False,
+    ) -> None:
+        core.write_latent(
+            self._program,
+            kv,
+            norm,
+            cos,
+            sin,
+            cache.rows,
+            batch.positions,
+            batch.slots,
+            batch.page_table,
+            batch.rows,
+            eps=eps,
+            interleaved=interleaved,
+        )
+
+    def latent_attention(
+        self,
+        q: Tensor,
+        absorbed: Tensor,
+        cache: LatentKvLayer,
+        out: Tensor,
+        batch: Batch,
+        *,
+        heads: int,
+        scale: float,
+    ) -> None:
+        core.latent_attention(
+            self._program,
+            q,
+            absorbed,
+            cache.rows,
+            out,
+            batch.positions,
+            batch.slots,
+            batch.page_table,
+            batch.rows,
+            heads=heads,
+            rank=cache.rank,
+            scale=scale,
+        )
+
     def route(
         self,
         logits: Tensor,
@@ -200,8 +286,25 @@ class CpuOps:
         rows: Tensor,
         *,
         normalize: bool,
+        scoring: str = "softmax",
+        bias: Tensor | None = None,
+        groups: int = 1,
+        top_groups: int = 1,
+        scale: float = 1.0,
     ) -> None:
-        core.route(self._program, logits, ids, weights, rows, normalize=normalize)
+        core.route(
+            self._program,
+            logits,
+            ids,
+            weights,
+            rows,
+            normalize=normalize,
+            scoring=scoring,
+            bias=bias,
+            groups=groups,
+            top_groups=top_groups,
+            scale=scale,
+        )
 
     def moe(
         self,

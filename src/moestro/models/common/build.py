@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -14,16 +14,15 @@ from moestro.devices.base import Device
 from moestro.memory.expert_bank import ExpertBank
 from moestro.models.common.config import DecoderConfig
 from moestro.models.spec import ModelSpec, Weights
-from moestro.nn.attention import GroupedQueryAttention
+from moestro.nn.attention import Attention, GroupedQueryAttention
 from moestro.nn.buffers import Buffers
 from moestro.nn.decoder import Decoder, DecoderLayer
 from moestro.nn.embedding import Embedding, LanguageModelHead
-from moestro.nn.kv_cache import allocate_kv
 from moestro.nn.linear import Linear
 from moestro.nn.mlp import Experts, FeedForward
 from moestro.nn.norm import RMSNorm
 from moestro.nn.rope import Rope
-from moestro.ops.contracts import Batch, ExpertBiases, KvLayer, Packed
+from moestro.ops.contracts import Batch, ExpertBiases, LayerCache, Packed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,22 +33,13 @@ class DecoderModel:
     decoder: Decoder
     device: Device
 
-    def allocate_cache(self, *, pages: int, page_size: int, dtype: torch.dtype) -> list[KvLayer]:
-        return [
-            allocate_kv(
-                pages=pages,
-                page_size=page_size,
-                kv_heads=self.spec.kv_heads,
-                head_dim=self.spec.head_dim,
-                dtype=dtype,
-            )
-            for _ in range(self.spec.num_layers)
-        ]
+    def allocate_cache(self, *, pages: int, page_size: int, dtype: torch.dtype) -> list[LayerCache]:
+        return self.decoder.allocate_cache(pages=pages, page_size=page_size, dtype=dtype)
 
     def allocate_buffers(self, *, tokens: int, logits: int) -> Buffers:
         return self.decoder.allocate_buffers(tokens=tokens, logits=logits)
 
-    def forward(self, batch: Batch, cache: Sequence[KvLayer], buffers: Buffers) -> None:
+    def forward(self, batch: Batch, cache: Sequence[LayerCache], buffers: Buffers) -> None:
         self.decoder.forward(self.device.ops, batch, cache, buffers)
 
 
@@ -94,6 +84,10 @@ class Loaded:
         return self._weights[key]
 
 
+#: makes a layer's attention, given the model's rope
+AttentionOf = Callable[[int, Rope], Attention[Any]]
+
+
 def build_decoder(
     config: DecoderConfig,
     loaded: Loaded,
@@ -101,35 +95,27 @@ def build_decoder(
     feed_forward: Callable[[int], FeedForward],
     *,
     max_positions: int,
+    attention: AttentionOf | None = None,
 ) -> DecoderModel:
-    """Wire a decoder; ``feed_forward(layer)`` makes each layer's block."""
+    """Wire a decoder; ``feed_forward(layer)`` makes each layer's block, ``attention`` its
+    attention if that is not over grouped queries.
+    """
     divisors = loaded.vector("rope_divisors") if loaded.has("rope_divisors") else None
     rope = Rope.build(config.rope, max_positions=max_positions, frequency_divisors=divisors)
-    eps = config.rms_norm_eps
 
-    def norm(key: str, groups: int = 1) -> RMSNorm:
-        return RMSNorm(weight=loaded.vector(key), eps=eps, groups=groups)
+    def norm(key: str) -> RMSNorm:
+        return RMSNorm(weight=loaded.vector(key), eps=config.rms_norm_eps)
+
+    def grouped_queries(layer: int, rope: Rope) -> GroupedQueryAttention:
+        return _grouped_queries(config, loaded, layer, rope)
+
+    make_attention = attention or grouped_queries
 
     def layer(n: int) -> DecoderLayer:
         at = f"layers.{n}"
-        qk_norm = config.qk_norm
-        attention = GroupedQueryAttention(
-            q_proj=loaded.linear(f"{at}.attention.q_proj"),
-            k_proj=loaded.linear(f"{at}.attention.k_proj"),
-            v_proj=loaded.linear(f"{at}.attention.v_proj"),
-            o_proj=loaded.linear(f"{at}.attention.o_proj"),
-            q_norm=norm(f"{at}.attention.q_norm", config.num_heads) if qk_norm else None,
-            k_norm=norm(f"{at}.attention.k_norm", config.num_kv_heads) if qk_norm else None,
-            rope=rope,
-            heads=config.num_heads,
-            kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            window=config.windows[n],
-            sinks=loaded.vector(f"{at}.attention.sinks") if config.attention_sinks else None,
-        )
         return DecoderLayer(
             input_norm=norm(f"{at}.input_norm"),
-            attention=attention,
+            attention=make_attention(n, rope),
             post_attention_norm=norm(f"{at}.post_attention_norm"),
             feed_forward=feed_forward(n),
         )
@@ -146,3 +132,27 @@ def build_decoder(
     )
     spec = replace(config.spec(), context_length=max_positions)
     return DecoderModel(spec=spec, decoder=decoder, device=device)
+
+
+def _grouped_queries(
+    config: DecoderConfig, loaded: Loaded, layer: int, rope: Rope
+) -> GroupedQueryAttention:
+    at, qk_norm = f"layers.{layer}.attention", config.qk_norm
+
+    def norm(key: str, groups: int) -> RMSNorm:
+        return RMSNorm(weight=loaded.vector(key), eps=config.rms_norm_eps, groups=groups)
+
+    return GroupedQueryAttention(
+        q_proj=loaded.linear(f"{at}.q_proj"),
+        k_proj=loaded.linear(f"{at}.k_proj"),
+        v_proj=loaded.linear(f"{at}.v_proj"),
+        o_proj=loaded.linear(f"{at}.o_proj"),
+        q_norm=norm(f"{at}.q_norm", config.num_heads) if qk_norm else None,
+        k_norm=norm(f"{at}.k_norm", config.num_kv_heads) if qk_norm else None,
+        rope=rope,
+        heads=config.num_heads,
+        kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        window=config.windows[layer],
+        sinks=loaded.vector(f"{at}.sinks") if config.attention_sinks else None,
+    )

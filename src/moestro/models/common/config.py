@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from moestro.models.common.reading import Reader, gguf_reader, hf_reader
 from moestro.models.common.rope import context_length, rope_from_gguf, rope_from_hf
 from moestro.models.spec import ModelSpec
+from moestro.nn.kv_cache import CacheShape, KvShape
 from moestro.nn.rope import RopeConfig
 
 _MOST_LAYERS = 10_000
@@ -41,14 +42,18 @@ class DecoderConfig:
     windows: tuple[int, ...]
     eos_token_ids: tuple[int, ...]
 
+    @property
+    def layer_cache(self) -> CacheShape:
+        """What a layer caches."""
+        return KvShape(kv_heads=self.num_kv_heads, head_dim=self.head_dim)
+
     def spec(self) -> ModelSpec:
         return ModelSpec(
             model_type=self.model_type,
             hidden_size=self.hidden_size,
             num_layers=self.num_layers,
             vocab_size=self.vocab_size,
-            kv_heads=self.num_kv_heads,
-            head_dim=self.head_dim,
+            caches=(self.layer_cache,) * self.num_layers,
             context_length=self.context_length,
             eos_token_ids=self.eos_token_ids,
         )
@@ -115,11 +120,17 @@ _GGUF_REFUSED: Mapping[str, tuple[Any, ...]] = {
 }
 
 
-def fields_from_gguf(metadata: Mapping[str, Any], architecture: str) -> dict[str, Any]:
-    """Values of DecoderConfig's fields. Tied embeddings and biases show only in the tensors."""
+def fields_from_gguf(
+    metadata: Mapping[str, Any], architecture: str, *, reads: Collection[str] = ()
+) -> dict[str, Any]:
+    """Values of DecoderConfig's fields. Tied embeddings and biases show only in the tensors.
+
+    reads: options that other families do not have and that the caller reads itself.
+    """
     config = gguf_reader(metadata, architecture)
     for name, harmless in _GGUF_REFUSED.items():
-        config.refuse(name, *harmless)
+        if name not in reads:
+            config.refuse(name, *harmless)
     layers, trained = _layers(config, "block_count"), config.integer("context_length")
     shape = _head_shape(config, "embedding_length", "attention.head_count",
                         "attention.head_count_kv", "attention.key_length")  # fmt: skip

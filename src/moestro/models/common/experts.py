@@ -10,7 +10,7 @@ from moestro.models.common.config import DecoderConfig
 from moestro.models.common.reading import Reader
 from moestro.nn.mlp import FeedForward, Mlp, SharedExpert
 from moestro.nn.moe import MixtureOfExperts
-from moestro.nn.router import SoftmaxRouter
+from moestro.nn.router import Router
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,13 +75,20 @@ def check_top_k(config: Reader, top_k: int, num_experts: int) -> None:
 
 
 def build_feed_forward(
-    config: MoeConfig, loaded: Loaded, layer: int, *, shared: SharedExpert | None = None
+    config: MoeConfig,
+    loaded: Loaded,
+    layer: int,
+    *,
+    shared: SharedExpert | None = None,
+    router: Router | None = None,
 ) -> FeedForward:
-    """The layer's dense block, or its router, experts and shared expert."""
+    """The layer's dense block, or its router (with softmax scores if none is given), experts and
+    shared expert.
+    """
     at = f"layers.{layer}"
     if layer in config.dense_layers:
         return Mlp(bank=loaded.bank(f"{at}.mlp"))
-    router = SoftmaxRouter(
-        gate=loaded.linear(f"{at}.router"), top_k=config.top_k, normalize=config.norm_topk_prob
-    )
+    if router is None:
+        gate = loaded.linear(f"{at}.router")
+        router = Router(gate=gate, top_k=config.top_k, normalize=config.norm_topk_prob)
     return MixtureOfExperts(router=router, experts=loaded.bank(f"{at}.experts"), shared=shared)

@@ -18,11 +18,13 @@ def weight_specs(
     *,
     gguf_interleaves_rope: bool = False,
     gguf_second_norm: str = "ffn_norm",
+    attention: Callable[[int], Sequence[WeightSpec]] | None = None,
 ) -> list[WeightSpec]:
     """All weights of a decoder; ``feed_forward(layer)`` gives those after each layer's norm.
 
     gguf_interleaves_rope: the family's GGUF files hold q and k rows in pair order, and may hold
     rope frequency divisors. gguf_second_norm: what they call the norm after attention.
+    attention: a layer's weights between its norms, if not those of grouped-query attention.
     """
     from_gguf = container == "gguf"
     hidden, vocab = config.hidden_size, config.vocab_size
@@ -37,7 +39,10 @@ def weight_specs(
         )  # fmt: skip
     for layer in range(config.num_layers):
         specs.append(norm_spec(layer, "input_norm", hidden, "input_layernorm", "attn_norm"))
-        specs += _attention_specs(config, layer, from_gguf, from_gguf and gguf_interleaves_rope)
+        if attention is not None:
+            specs += attention(layer)
+        else:
+            specs += _attention_specs(config, layer, from_gguf, from_gguf and gguf_interleaves_rope)
         specs.append(
             norm_spec(layer, "post_attention_norm", hidden, "post_attention_layernorm",
                       gguf_second_norm)

@@ -1,0 +1,18 @@
+// Pairs of 256-bit vectors.
+#include "isa/prelude.h"
+#include "isa/vector_table.h"
+
+#pragma GCC push_options
+#pragma GCC target("avx2,fma,f16c")
+namespace moestro {
+namespace {
+#include "simd/avx2.h"
+//
+#include "micro/dot_avx2.h"
+//
+#include "algo/latent_kernels.h"
+#include "algo/router_kernels.h"
+}  // namespace
+constinit const VectorTable k_vectors_avx2 = {make_latent_kernels(), route_row_by};
+}  // namespace moestro
+#pragma GCC pop_options
