@@ -84,6 +84,41 @@ def quantize(weight: Tensor, *, bits: int) -> Microscaled:
     return Microscaled(codes, exponents, bits)
 
 
+@dataclass
+class TwoLevels:
+    """value[n][k] = (factor * scales[n][k // 16]) * e2m1(codes[n][k]), rounded to float32 twice."""
+
+    codes: list[list[int]]
+    scales: list[list[int]]
+    factor: float
+
+    def floats(self) -> Tensor:
+        out = []
+        for row, line in zip(self.codes, self.scales, strict=True):
+            steps = [slow.single(self.factor * slow.e4m3(byte)) for byte in line]
+            out.append([steps[k // 16] * e2m1(code) for k, code in enumerate(row)])
+        return torch.tensor(out, dtype=torch.float64).float()
+
+    def tensors(self, codes: str, factor: str, value: float) -> dict[str, Tensor]:
+        bytes_ = torch.tensor(self.codes, dtype=torch.uint8)
+        scales = torch.tensor(self.scales, dtype=torch.uint8)
+        return {
+            codes: bytes_[:, 0::2] + 16 * bytes_[:, 1::2],
+            "weight_scale": scales.view(torch.float8_e4m3fn),
+            factor: torch.tensor(value),
+        }
+
+
+def any_two_levels(rows: int, cols: int, *, seed: int = 0) -> TwoLevels:
+    """Every code, scales from the smallest to the largest e4m3, zero among them."""
+    rng = random.Random(seed)
+    codes = [[rng.randrange(16) for _ in range(cols)] for _ in range(rows)]
+    codes[0][: min(cols, 16)] = range(min(cols, 16))
+    scales = [[rng.randrange(1, 127) for _ in range(-(-cols // 16))] for _ in range(rows)]
+    scales[0][0], scales[-1][-1], scales[-1][0] = 0, 1, 126
+    return TwoLevels(codes, scales, slow.single(rng.uniform(1e-5, 1e-3)))
+
+
 def compressed_config(*, bits: int):
     kind = "mxfp4-pack-quantized" if bits == 4 else "mxfp8-quantized"
     config = slow.compressed_config(bits=bits, group=GROUP, symmetric=True, format=kind)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import bisect
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -25,13 +25,16 @@ AWQ_CHANNELS = (0, 2, 4, 6, 1, 3, 5, 7)
 
 @dataclass
 class Quantized:
-    """value[n][k] = scales[n][g] * (codes[n][k] - zeros[n][g]), g = k // group; codes unsigned."""
+    """value[n][k] = scales[n][g] * (codes[n][k] - zeros[n][g]), g = k // group, or g_idx[k] where
+    channels are out of order; codes unsigned.
+    """
 
     codes: list[list[int]]
     scales: list[list[float]]
     zeros: list[list[int]]
     bits: int
     group: int
+    g_idx: list[int] | None = None
 
     @property
     def rows(self) -> int:
@@ -45,13 +48,17 @@ class Quantized:
     def groups(self) -> int:
         return len(self.scales[0])
 
+    @property
+    def channel_groups(self) -> list[int]:
+        return self.g_idx or [k // self.group for k in range(self.cols)]
+
     def floats(self) -> Tensor:
         """float32 [N, K]; the products are exact, so nothing is rounded."""
         out = []
         for n, row in enumerate(self.codes):
             values = []
             for k, code in enumerate(row):
-                g = k // self.group
+                g = self.channel_groups[k]
                 values.append(self.scales[n][g] * (code - self.zeros[n][g]))
             out.append(values)
         return torch.tensor(out, dtype=torch.float32)
@@ -111,6 +118,24 @@ def quantize(weight: Tensor, *, bits: int, group: int, symmetric: bool) -> Quant
     return Quantized(codes, scales, zeros, bits, size)
 
 
+def shuffle_channels(q: Quantized, seed: object) -> Quantized:
+    """The same numbers with the input channels in a random order, each still in its group."""
+    order = list(range(q.cols))
+    random.Random(str(seed)).shuffle(order)
+    codes = [[row[k] for k in order] for row in q.codes]
+    return replace(q, codes=codes, g_idx=[k // q.group for k in order])
+
+
+def quantize_shuffled(weight: Tensor, seed: object, *, bits: int, group: int, symmetric: bool):
+    """As ``quantize``, groups being made of random input channels."""
+    order = list(range(weight.shape[1]))
+    random.Random(str(seed)).shuffle(order)
+    q = quantize(weight[:, order], bits=bits, group=group, symmetric=symmetric)
+    places = {k: j for j, k in enumerate(order)}
+    codes = [[row[places[k]] for k in range(q.cols)] for row in q.codes]
+    return replace(q, codes=codes, g_idx=[places[k] // q.group for k in range(q.cols)])
+
+
 def word(values: list[int], bits: int) -> int:
     """Values, the first in the lowest bits, as a signed 32-bit number."""
     total = sum((value % (1 << bits)) << (bits * i) for i, value in enumerate(values))
@@ -138,7 +163,7 @@ def gptq(
         "qweight": words(q.codes, q.bits).T.contiguous(),
         "qzeros": words(transpose(stored), q.bits),
         "scales": torch.tensor(q.scales).T.contiguous().to(scale_type),
-        "g_idx": torch.tensor([k // q.group for k in range(q.cols)], dtype=torch.int32),
+        "g_idx": torch.tensor(q.channel_groups, dtype=torch.int32),
     }
 
 
@@ -153,6 +178,20 @@ def awq(q: Quantized, *, scale_type: torch.dtype = torch.float16) -> dict[str, T
         "qweight": shuffled(transpose(q.codes)),
         "qzeros": shuffled(transpose(q.zeros)),
         "scales": torch.tensor(q.scales).T.contiguous().to(scale_type),
+    }
+
+
+def awq_gemv(q: Quantized) -> dict[str, Tensor]:
+    """AWQ (AutoAWQ, gemv): words along the row, in order; rows of zero points and scales filled up
+    to whole words, of which groups of 64 want an even number and groups of 32 four at a time."""
+    width, step = -(-q.groups // 8), {32: 4, 64: 2}.get(q.group, 1)
+    while width % step:
+        width += 1
+    padding = 8 * width - q.groups
+    return {
+        "qweight": words(q.codes, 4),
+        "qzeros": words([row + [0] * padding for row in q.zeros], 4),
+        "scales": torch.tensor([row + [0.0] * padding for row in q.scales]).half(),
     }
 
 

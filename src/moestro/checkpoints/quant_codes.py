@@ -7,6 +7,9 @@ gptq    ``qweight[i, n]`` holds input channels of output channel n: ``i * per_wo
         one, modulo 2^bits (AutoGPTQ, ``QuantLinear.pack``).
 awq     ``qweight[k, m]`` and ``qzeros[g, m]`` hold output channels ``8 * m + ORDER[j]`` at bit 4j
         (AutoAWQ, ``WQLinear_GEMM.from_linear``).
+gemv    ``qweight[n, i]`` and ``qzeros[n, i]`` hold eight input channels or groups of output channel
+        n in ascending order; ``scales[n, g]`` is as wide as the zero points are when padded
+        (AutoAWQ, ``WQLinear_GEMV.from_linear``).
 packed  ``weight_packed[n, i]`` as gptq but along the rows; codes and zero points are signed and
         stored plus 2^(bits-1); zero points lie in words along the output channels
         (compressed-tensors, ``pack_to_int32``).
@@ -15,7 +18,11 @@ inverse DeepSeek's naming (``weight_scale_inv``) it is multiplied by, too; scale
 pairs   bytes of two e2m1 numbers along the row, the first in the low bits (compressed-tensors,
         ``pack_fp4_to_uint8``; also where a layout above holds e2m1); blocks: as that, 16 bytes per
         32 channels, for all experts at once (gpt-oss).
-Scales that are bytes are exponents of two with bias 127, 255 is NaN (e8m0, OCP MX specification).
+rows    signed bytes with the largest magnitude of each row, ``SCB``, for 127 (bitsandbytes int8).
+nf4     indices into ``quant_map``, see ``quant_bitsandbytes``; fp4 likewise.
+NVFP4 has e4m3 scales, times ``weight_scale_2`` (ModelOpt) or divided by ``weight_global_scale``
+(compressed-tensors). Scales that are plain bytes are exponents of two with bias 127, 255 is NaN
+(e8m0, OCP MX specification).
 """
 
 from __future__ import annotations
@@ -29,8 +36,10 @@ import torch
 from torch import Tensor
 
 from moestro.checkpoints.base import Checkpoint, TensorInfo
+from moestro.checkpoints.quant_bitsandbytes import read_state, unnested, unpack
+from moestro.checkpoints.quant_order import input_order
 from moestro.checkpoints.quant_schemes import EXPONENT_SCALES, Element
-from moestro.checkpoints.quantized import QuantizedInfo, require_ascending_groups
+from moestro.checkpoints.quantized import QuantizedInfo
 from moestro.core.errors import CheckpointError
 
 _Bytes = npt.NDArray[np.uint8]
@@ -45,7 +54,10 @@ class Codes:
     """A weight [N, K] with value ``scale * (code - zero)``, or ``scale * number(code)``.
 
     codes: uint8 [N, K]. scales: float32 [N, G]. zeros: uint8 [N, G], or None if all of them are
-    ``middle``. group: input channels per scale, at least K if G is 1.
+    ``middle``. group: input channels per scale, at least K if G is 1. order: int64 [K] if the
+    columns are not in the order of the input: column j belongs to input channel ``order[j]``.
+    factors: float32 [N] that scales are multiplied by first, or None. table: float32 [16] of what
+    codes stand for, if they are indices.
     """
 
     codes: Tensor
@@ -54,6 +66,9 @@ class Codes:
     middle: int
     group: int
     element: Element = "int"
+    order: Tensor | None = None
+    factors: Tensor | None = None
+    table: Tensor | None = None
 
     @property
     def scales_are_exact(self) -> bool:
@@ -68,21 +83,37 @@ class Codes:
     def floats(self, start: int, stop: int) -> Tensor:
         """float32 values of output channels [start, stop), rounded once each."""
         bytes_ = self.codes[start:stop].numpy()
-        if self.element == "int":
+        if self.table is not None:
+            codes = self.table.numpy()[bytes_]
+        elif self.element == "int":
             codes = bytes_.astype(np.float32)
         else:
             codes = _e4m3()[bytes_] if self.element == "e4m3" else _E2M1[bytes_]
         group = np.arange(codes.shape[1]) // self.group
-        scales = self.scales[start:stop].numpy()[:, group]
+        scales = self.scales[start:stop].numpy()
+        if self.factors is not None:
+            scales = scales * self.factors[start:stop, None].numpy()
+        scales = scales[:, group]
         if self.zeros is None:
             return torch.from_numpy((codes - np.float32(self.middle)) * scales)
         zeros = self.zeros[start:stop].numpy().astype(np.float32)[:, group]
         return torch.from_numpy((codes - zeros) * scales)
 
-    def rows(self, which: slice) -> Codes:
-        """Some of the output channels."""
+    def restored(self, values: Tensor) -> Tensor:
+        """Columns [..., K] in the order of the input."""
+        if self.order is None:
+            return values
+        out = torch.empty_like(values)
+        out[..., self.order] = values
+        return out
+
+    def rows(self, which: slice | Tensor) -> Codes:
+        """Some of the output channels, or all of them in another order."""
         zeros = None if self.zeros is None else self.zeros[which]
-        return replace(self, codes=self.codes[which], scales=self.scales[which], zeros=zeros)
+        factors = None if self.factors is None else self.factors[which]
+        return replace(
+            self, codes=self.codes[which], scales=self.scales[which], zeros=zeros, factors=factors
+        )
 
 
 #: e2m1 (sign, two bits of exponent with bias 1, one of mantissa) by code
@@ -100,8 +131,8 @@ def read_codes(checkpoint: Checkpoint, info: QuantizedInfo, expert: int | None =
     """Read a quantized weight whole, or one of stacked experts.
 
     Groups are those of the weight format: where the stored ones are wider, scales and zero points
-    are repeated. Raises CheckpointError for tensors that contradict each other, UnsupportedFormat
-    for channels that are not in the order of their groups.
+    are repeated. Channels come in the order of their groups. Raises CheckpointError for tensors
+    that contradict each other.
     """
     return _Reader(checkpoint, info, expert).codes()
 
@@ -114,19 +145,23 @@ class _Reader:
         self.middle = 0 if self.scheme.is_float else 1 << (self.scheme.bits - 1)
 
     def codes(self) -> Codes:
-        require_ascending_groups(self.info, self._read)
+        order = input_order(self.info, self._read)
+        codes = self._codes() if order is None else self._codes()[:, order]
         cols, stored = self.cols, self.scheme.group_size
         group = self.scheme.kernel_group or cols
         # Column g of the format is part of column g * group // stored of the checkpoint.
         columns = np.arange(-(-cols // group)) * group // (stored or cols)
         zeros = self._zeros()
         return Codes(
-            codes=torch.from_numpy(np.ascontiguousarray(self._codes())),
+            codes=torch.from_numpy(np.ascontiguousarray(codes)),
             scales=torch.from_numpy(np.ascontiguousarray(self._scales()[:, columns])),
             zeros=None if zeros is None else torch.from_numpy(zeros[:, columns]),
             middle=self.middle,
             group=group,
             element=self.scheme.element,
+            order=None if order is None else torch.from_numpy(order).long(),
+            factors=self._factors(),
+            table=self._table(),
         )
 
     def _read(self, part: TensorInfo) -> Tensor:
@@ -151,8 +186,12 @@ class _Reader:
             return self._unpack(self._words("qweight").transpose(1, 0, 2))
         if layout == "awq":
             return self._unpack_awq("qweight")
+        if layout == "gemv":
+            return self._unpack(self._words("qweight"))
         if layout == "packed":
             return self._unpack(self._words("weight_packed"))[:, : self.cols]
+        if self.scheme.indexed:
+            return unpack(self._read(self.info.parts["weight"]).numpy(), (self.rows, self.cols))
         part = next(p for p in ("blocks", "weight_packed", "weight") if p in self.info.parts)
         codes = self._read(self.info.parts[part]).numpy()
         if self.scheme.element == "e2m1":
@@ -169,16 +208,58 @@ class _Reader:
 
     def _scales(self) -> _Floats:
         """float32 [N, G]."""
-        names = ("scales", "weight_scale", "weight_scale_inv", "scale")
+        names = ("scales", "weight_scale", "weight_scale_inv", "scale", "SCB", "weight.absmax")
         info = next(self.info.parts[name] for name in names if name in self.info.parts)
-        values = _scale_numbers(self._read(info).numpy(), info.dtype)
+        values = (
+            self._nested()
+            if self.scheme.indexed
+            else _scale_numbers(self._read(info).numpy(), info.dtype)
+        )
+        if self.scheme.layout == "rows":
+            values = values / np.float32(127)
         bad = int(np.count_nonzero(~np.isfinite(values)))
         if bad:
             raise CheckpointError(f"{info.name}: {bad} of {values.size} scales are not finite")
         if self.scheme.layout in ("gptq", "awq"):
             return values.reshape(self.info.groups, -1).T
+        if self.scheme.layout == "gemv":
+            return values.reshape(self.rows, -1)[:, : self.info.groups]
         values = values.reshape(self.info.scale_rows, self.info.groups)
         return values[np.arange(self.rows) // (self.scheme.rows_per_scale or self.rows)]
+
+    def _nested(self) -> _Floats:
+        """float32 scale of each block."""
+        parts = self.info.parts
+        part = parts[f"weight.quant_state.bitsandbytes__{self.scheme.element}"]
+        state, stored = read_state(part.name, self._read(part).numpy()), parts["weight.absmax"]
+        raw = self._read(stored).numpy()
+        if not state.nested_block:
+            return _scale_numbers(raw, stored.dtype)
+        scales, numbers = (
+            _scale_numbers(self._read(parts[f"weight.nested_{name}"]).numpy(), "F32")
+            for name in ("absmax", "quant_map")
+        )
+        return unnested(state, raw, scales, numbers)
+
+    def _table(self) -> Tensor | None:
+        """float32 [16]."""
+        if not self.scheme.indexed:
+            return None
+        info = self.info.parts["weight.quant_map"]
+        table = self._read(info).view(torch.float32)
+        if not bool(torch.isfinite(table).all()):
+            raise CheckpointError(f"{info.name} is not finite; the checkpoint is corrupt")
+        return table
+
+    def _factors(self) -> Tensor | None:
+        """float32 [N], all the same. The reciprocal of a divisor is rounded once."""
+        if not self.scheme.factor:
+            return None
+        info = self.info.parts[self.scheme.factor]
+        value = self._read(info).view(torch.float32).view(())
+        if not bool(torch.isfinite(value)) or (self.scheme.divides and not bool(value)):
+            raise CheckpointError(f"{info.name} is {float(value)}; the checkpoint is corrupt")
+        return (1 / value if self.scheme.divides else value).repeat(self.rows)
 
     def _zeros(self) -> _Bytes | None:
         """uint8 [N, G], or None if the weight is symmetric, which the tensor must not deny."""
@@ -186,7 +267,7 @@ class _Reader:
         if name is None:
             return None
         stored = self._stored_zeros(name)
-        if self.scheme.layout in ("gptq", "awq"):
+        if self.scheme.layout in ("gptq", "awq", "gemv"):
             mask = np.uint8((1 << self.scheme.bits) - 1)
             zeros = (stored + np.uint8(self.scheme.zero_bias)) & mask
         else:
@@ -212,6 +293,8 @@ class _Reader:
             return self._unpack(self._words(name)).T
         if self.scheme.layout == "awq":
             return self._unpack_awq(name)
+        if self.scheme.layout == "gemv":
+            return self._unpack(self._words(name))[:, :groups]
         if self.info.parts[name].dtype == "I32":
             return self._unpack(self._words(name).transpose(1, 0, 2)).T[:rows]
         signed = self._read(self.info.parts[name]).numpy().view(np.int8).reshape(-1, groups)
@@ -229,6 +312,8 @@ def _scale_numbers(raw: _Bytes, dtype: str) -> _Floats:
     if dtype in EXPONENT_SCALES:
         powers = np.append(np.ldexp(np.float32(1), np.arange(255) - 127), np.nan)
         return powers.astype(np.float32)[raw]
+    if dtype == "F8_E4M3":
+        return _e4m3()[raw]
     if dtype == "BF16":  # the upper half of a float32
         return (raw.view(np.uint16).astype(np.uint32) << np.uint32(16)).view(np.float32)
     return raw.view(np.float16 if dtype == "F16" else np.float32).astype(np.float32)

@@ -18,6 +18,7 @@ from moestro.checkpoints.files import show
 from moestro.checkpoints.quant_schemes import (
     EXPONENT_SCALES,
     FLOAT_SCALES,
+    SMALL_SCALES,
     Element,
     Layout,
     Quantization,
@@ -29,14 +30,20 @@ from moestro.core.errors import CheckpointError, UnsupportedFormat
 #: methods that are read
 READ_METHODS: dict[str, str] = {
     "awq": "AWQ 4-bit integers",
+    "bitsandbytes": "bitsandbytes nf4, fp4 and int8 (no format holds them: name one)",
     "compressed-tensors": "compressed-tensors integers, and floats of 8 or 4 bits",
     "fp8": "8-bit floats with scales per block or tensor, experts in 4-bit floats",
     "gptq": "GPTQ packed integers",
+    "modelopt": "NVIDIA ModelOpt floats of 8 or 4 bits",
     "mxfp4": "4-bit floats with shared exponents",
 }
 #: methods that are known by name and not read yet, with what they are
 KNOWN_METHODS: dict[str, str] = {
-    "bitsandbytes": "bitsandbytes nf4 or int8",
+    "aqlm": "additive codebooks",
+    "eetq": "EETQ 8-bit integers",
+    "hqq": "half-quadratic quantization",
+    "quark": "AMD Quark",
+    "torchao": "torchao tensors",
 }
 
 _KEYS = ("quantization_config", "compression_config")
@@ -103,7 +110,7 @@ def _checked(declared: Declared, scheme: Scheme) -> Scheme:
     """Raises UnsupportedFormat if no format holds such weights."""
     if scheme.bits not in (4, 8):
         raise declared.refuse(f"integers of {scheme.bits} bits")
-    if not scheme.symmetric and (scheme.bits == 8 or scheme.rows_per_scale != 1):
+    if not scheme.symmetric and (scheme.is_float or scheme.rows_per_scale != 1):
         raise declared.refuse(f"zero points beside {scheme}")
     return scheme
 
@@ -152,7 +159,7 @@ def _gptq(declared: Declared) -> Iterator[Rule]:
 def _awq(declared: Declared) -> Iterator[Rule]:
     """AWQ as AutoAWQ writes it. Which modules are kept in floating point shows in the tensors."""
     version = declared.text("version", "gemm")
-    if version != "gemm":
+    if version not in ("gemm", "gemv"):
         raise declared.refuse(f"the AWQ version {show(version)}")
     bits = declared.count("bits", "w_bit")
     if bits != 4:
@@ -160,7 +167,10 @@ def _awq(declared: Declared) -> Iterator[Rule]:
     if not declared.flag("zero_point", True):
         raise declared.refuse("AWQ without zero points")
     group = declared.group_size(declared.count("group_size", "q_group_size"))
-    scheme = Scheme(layout="awq", bits=bits, group_size=group, symmetric=False)
+    layout: Layout = "awq" if version == "gemm" else "gemv"
+    if layout == "gemv" and not group:
+        raise declared.refuse("AWQ gemv with one scale per row")
+    scheme = Scheme(layout=layout, bits=bits, group_size=group, symmetric=False)
     yield Rule(matches=_anything, scheme=_checked(declared, scheme))
 
 
@@ -196,6 +206,20 @@ def _fp8(declared: Declared) -> Iterator[Rule]:
     yield Rule(matches=_anything, scheme=scheme, others=tuple(others))
 
 
+def _bitsandbytes(declared: Declared) -> Iterator[Rule]:
+    """Which modules are kept in floating point, and the block sizes, show in the tensors."""
+    if declared.flag("load_in_8bit", declared.flag("_load_in_8bit", False)):
+        yield Rule(
+            matches=_anything, scheme=Scheme(layout="rows", bits=8, group_size=0, symmetric=True)
+        )
+        return
+    if not declared.flag("load_in_4bit", declared.flag("_load_in_4bit", False)):
+        raise declared.refuse("bitsandbytes with neither 4 nor 8 bits")
+    nf4 = Scheme(layout="nf4", bits=4, group_size=0, symmetric=True, element="nf4")
+    fp4 = replace(nf4, layout="fp4", element="fp4")
+    yield Rule(matches=_anything, scheme=nf4, others=(fp4,))
+
+
 def _mxfp(declared: Declared, layout: Layout, bits: int, group: int = 32) -> Scheme:
     """Floats of 4 or 8 bits that share an exponent of two, of the Open Compute Project's MX
     specification."""
@@ -210,6 +234,45 @@ def _mxfp(declared: Declared, layout: Layout, bits: int, group: int = 32) -> Sch
     )
 
 
+def _nvfp4(layout: Layout, factor: str, *, divides: bool) -> Scheme:
+    """4-bit floats with an 8-bit float per 16 and one factor above them."""
+    return Scheme(
+        layout=layout,
+        bits=4,
+        group_size=16,
+        symmetric=True,
+        element="e2m1",
+        scale_types=SMALL_SCALES,
+        factor=factor,
+        divides=divides,
+    )
+
+
+def _modelopt(declared: Declared) -> Iterator[Rule]:
+    """ModelOpt's unified checkpoints. Which modules are kept in floating point shows in the
+    tensors."""
+    algorithm = declared.text("quant_algo", "").upper()
+    if algorithm not in ("FP8", "MXFP8", "NVFP4"):
+        raise declared.refuse(f"the ModelOpt algorithm {show(algorithm)}")
+    wanted = {"MXFP8": 32, "NVFP4": 16}.get(algorithm)
+    places = [declared]
+    for name, raw in declared.table("config_groups").items():
+        group = declared.inner(f"config_groups.{name}", raw)
+        places.append(group.inner("weights", group.table("weights")))
+    for place in places:
+        size = place.raw.get("group_size")
+        if wanted and size not in (None, wanted):
+            raise place.refuse(f"{algorithm} with groups of {show(size)} instead of {wanted}")
+    if algorithm == "NVFP4":
+        scheme = _nvfp4("plain", "weight_scale_2", divides=False)
+    elif algorithm == "MXFP8":
+        scheme = _mxfp(declared, "plain", 8)
+    else:
+        scheme = Scheme(layout="plain", bits=8, group_size=0, symmetric=True, rows_per_scale=0,
+                        element="e4m3")  # fmt: skip
+    yield Rule(matches=_anything, scheme=scheme)
+
+
 def _mxfp4(declared: Declared) -> Iterator[Rule]:
     """Stacked experts as gpt-oss has them; everything else is in floating point."""
     yield Rule(matches=_anything, scheme=_mxfp(declared, "blocks", 4))
@@ -222,6 +285,7 @@ _COMPRESSED_FORMATS: dict[str, Layout] = {
     "naive-quantized": "plain",
     "mxfp4-pack-quantized": "pairs",
     "mxfp8-quantized": "plain",
+    "nvfp4-pack-quantized": "pairs",
 }
 _COMPRESSED_TYPES: dict[str, tuple[str, ...]] = {
     "pack-quantized": ("int",),
@@ -230,8 +294,9 @@ _COMPRESSED_TYPES: dict[str, tuple[str, ...]] = {
     "naive-quantized": ("int", "float"),
     "mxfp4-pack-quantized": ("float",),
     "mxfp8-quantized": ("float",),
+    "nvfp4-pack-quantized": ("float",),
 }
-_COMPRESSED_BITS = {"mxfp4-pack-quantized": (4,)}
+_COMPRESSED_BITS = {"mxfp4-pack-quantized": (4,), "nvfp4-pack-quantized": (4,)}
 
 
 def _compressed_tensors(declared: Declared) -> Iterator[Rule]:
@@ -271,11 +336,14 @@ def _weights_scheme(weights: Declared, layout: str) -> Scheme:
     if layout != "pack-quantized" and bits not in _COMPRESSED_BITS.get(layout, (8,)):
         raise weights.refuse(f"{layout} with {bits} bits")
     size = weights.first("group_size")
-    if layout.startswith("mxfp"):
+    if layout.startswith(("mxfp", "nvfp")):
         if not weights.flag("symmetric", True):
             raise weights.refuse(f"{layout} with zero points")
-        if size != 32:
-            raise weights.refuse(f"{layout} with groups of {show(size)} instead of 32")
+        wanted = 32 if layout.startswith("mxfp") else 16
+        if size != wanted:
+            raise weights.refuse(f"{layout} with groups of {show(size)} instead of {wanted}")
+        if layout.startswith("nvfp"):
+            return _nvfp4("pairs", "weight_global_scale", divides=True)
         return _mxfp(weights, _COMPRESSED_FORMATS[layout], bits)
     strategy = weights.text("strategy", "channel" if size in (None, -1) else "group")
     rows, group = 1, 0
@@ -317,8 +385,10 @@ def _target(declared: Declared, name: str) -> tuple[int, Callable[[str], object]
 
 _PARSERS: dict[str, Callable[[Declared], Iterator[Rule]]] = {
     "awq": _awq,
+    "bitsandbytes": _bitsandbytes,
     "compressed-tensors": _compressed_tensors,
     "fp8": _fp8,
     "gptq": _gptq,
+    "modelopt": _modelopt,
     "mxfp4": _mxfp4,
 }

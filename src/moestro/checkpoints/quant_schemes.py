@@ -9,12 +9,17 @@ from typing import Literal
 from moestro.checkpoints.declared import GROUPS
 
 #: how a module's tensors are laid out, see ``quantized.py``
-Layout = Literal["gptq", "awq", "packed", "plain", "inverse", "scaled", "pairs", "blocks"]
-#: what a code is: a whole number, or a float of 8 or of 4 bits
-Element = Literal["int", "e4m3", "e2m1"]
+Layout = Literal[
+    "gptq", "awq", "gemv", "packed", "plain", "inverse", "scaled", "pairs", "blocks",
+    "rows", "nf4", "fp4",
+]  # fmt: skip
+#: what a code is: a whole number, a float of 8 or of 4 bits, or an index into a stored table
+Element = Literal["int", "e4m3", "e2m1", "nf4", "fp4"]
 
 #: types of scales that are numbers
 FLOAT_SCALES = ("F16", "BF16", "F32")
+#: types of scales under a factor
+SMALL_SCALES = ("F8_E4M3",)
 #: types of scales that are exponents of two with bias 127 (e8m0)
 EXPONENT_SCALES = ("F8_E8M0", "U8")
 
@@ -27,7 +32,8 @@ class Scheme:
     rows_per_scale: output channels that share it, 0 for all. symmetric: every zero point is
     2^(bits-1), or the codes are floats; else they are in a tensor. zero_bias: is added to stored
     zero points, modulo 2^bits (GPTQ stores them minus one). act_order: the declaration says that a
-    tensor assigns input channels to groups. scale_types: of the tensor of scales.
+    tensor assigns input channels to groups. scale_types: of the tensor of scales. factor: the name
+    of a tensor with one number that all scales are multiplied by, or divided by if ``divides``.
     """
 
     layout: Layout
@@ -39,10 +45,17 @@ class Scheme:
     rows_per_scale: int = 1
     element: Element = "int"
     scale_types: tuple[str, ...] = FLOAT_SCALES
+    factor: str = ""
+    divides: bool = False
 
     @property
     def is_float(self) -> bool:
         return self.element != "int"
+
+    @property
+    def indexed(self) -> bool:
+        """Codes are indices into a table of the checkpoint's own."""
+        return self.element in ("nf4", "fp4")
 
     @property
     def kernel_group(self) -> int:
@@ -51,17 +64,21 @@ class Scheme:
         A wide group becomes several with equal scales, and so does a row with zero points, for want
         of a row format that has them.
         """
+        if self.indexed:
+            return self.group_size
         if self.element == "e2m1":
-            return GROUPS[-1]
+            return 16 if self.factor else GROUPS[-1]
         if not self.group_size and self.symmetric:
             return 0
         return next(group for group in GROUPS if self.group_size % group == 0)
 
     @property
     def format_name(self) -> str:
-        """The weight format that holds such weights without loss."""
+        """The weight format that holds such weights without loss; a type that none holds."""
+        if self.indexed:
+            return self.element.upper()
         if self.element == "e2m1":
-            return "mxfp4"
+            return "NVFP4" if self.factor else "mxfp4"
         group = f"g{self.kernel_group}" if self.kernel_group else "row"
         if self.element == "e4m3":
             return f"fp8-{group}"

@@ -9,13 +9,14 @@ a shape that contradicts bits, group size or the others.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-import numpy as np
 from torch import Tensor
 
 from moestro.checkpoints.base import TensorInfo
+from moestro.checkpoints.declared import WAY_OUT
 from moestro.checkpoints.files import show
+from moestro.checkpoints.quant_bitsandbytes import read_state
 from moestro.checkpoints.quant_schemes import FLOAT_SCALES, Layout, Quantization, Scheme
 from moestro.core.errors import CheckpointError, UnsupportedFormat
 
@@ -24,10 +25,13 @@ WORD_BITS = 32
 BLOCK = 32
 _FLOATS = (*FLOAT_SCALES, "F64")
 
+_INDEXED = ("weight", "weight.absmax", "weight.quant_map")
+_NESTED = ("weight.nested_absmax", "weight.nested_quant_map")
 #: tensors of a module by layout: that of the codes first, then what is required, then what may be
 _PARTS: dict[Layout, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "gptq": (("qweight", "scales"), ("qzeros", "g_idx")),
     "awq": (("qweight", "scales", "qzeros"), ()),
+    "gemv": (("qweight", "scales", "qzeros"), ()),
     "packed": (
         ("weight_packed", "weight_scale", "weight_shape"),
         ("weight_zero_point", "weight_g_idx"),
@@ -37,6 +41,9 @@ _PARTS: dict[Layout, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "scaled": (("weight", "scale"), ()),
     "pairs": (("weight_packed", "weight_scale"), ()),
     "blocks": (("blocks", "scales"), ()),
+    "rows": (("weight", "SCB"), ("weight_format",)),
+    "nf4": ((*_INDEXED, "weight.quant_state.bitsandbytes__nf4"), _NESTED),
+    "fp4": ((*_INDEXED, "weight.quant_state.bitsandbytes__fp4"), _NESTED),
 }
 #: names that only modules with packed codes have
 _PACKED = {"qweight", "weight_packed", "blocks"}
@@ -82,12 +89,11 @@ def find_weights(
 ) -> dict[str, QuantizedInfo]:
     """All weights that are stored as codes, by the name of the weight.
 
-    ``read`` gives a stored tensor's bytes; only shapes (16 bytes each) and the first assignment of
-    channels to groups are read. Raises CheckpointError for tensors that are missing or contradict
-    the declaration, UnsupportedFormat for what no format holds.
+    ``read`` gives a stored tensor's bytes; only shapes (16 bytes each) are read. Raises
+    CheckpointError for tensors that are missing or contradict the declaration, UnsupportedFormat
+    for what no format holds.
     """
     found: dict[str, QuantizedInfo] = {}
-    checked_order = False
     blocks = quantization.has("blocks")
     for name, info in infos.items():
         module, part = _split(name, blocks)
@@ -103,9 +109,6 @@ def find_weights(
                 "the model was made with is unknown, fetch the checkpoint again"
             )
         found[weight.name] = weight
-        if scheme.act_order and not checked_order:
-            require_ascending_groups(weight, read)
-            checked_order = True
     return found
 
 
@@ -119,32 +122,11 @@ def refuse_undeclared(infos: Mapping[str, TensorInfo], where: str) -> None:
             )
 
 
-def require_ascending_groups(info: QuantizedInfo, read: Read) -> None:
-    """Read a weight's assignment of input channels to groups, if it has one, and require channel k
-    to be in group k // group_size.
-
-    Raises UnsupportedFormat for another order (activation order), CheckpointError for groups that
-    do not exist.
-    """
-    part = info.parts.get("g_idx") or info.parts.get("weight_g_idx")
-    if part is None:
-        return
-    values = read(part).numpy().view(np.int32)
-    size = info.scheme.group_size or info.shape[1]
-    if np.array_equal(values, np.arange(info.shape[1]) // size):
-        return
-    if part.name.endswith("weight_g_idx") and (values == -1).all():  # the initial value: not used
-        return
-    if values.min() < 0 or values.max() >= info.groups:
-        raise CheckpointError(
-            f"{part.name} assigns channels to groups {values.min()} to {values.max()}, but there "
-            f"are {info.groups}; the checkpoint is corrupt"
-        )
-    raise UnsupportedFormat(
-        f"{part.name} assigns input channels to groups in another order than ascending (desc_act, "
-        "activation order), which is not read yet; open a checkpoint quantized with desc_act=false "
-        "or actorder=static, or the float checkpoint it was made from"
-    )
+def gemv_zeros_width(groups: int, group_size: int) -> int:
+    """Words of zero points per output channel (AutoAWQ, ``calculate_zeros_width``): those that the
+    groups fill, up to a multiple of 4 or 2 for groups of 32 or 64."""
+    multiple = max(1, 128 // group_size)
+    return -(-groups // (8 * multiple)) * multiple
 
 
 def _split(name: str, blocks: bool) -> tuple[str, str]:
@@ -205,7 +187,9 @@ def _code_types(scheme: Scheme) -> tuple[str, ...]:
     """Types of the tensor of codes."""
     if scheme.element == "e2m1":  # two to a byte
         return ("U8",) if scheme.layout in ("pairs", "blocks") else ("I8", "U8")
-    if scheme.layout in ("gptq", "awq", "packed"):
+    if scheme.indexed:
+        return ("U8",)
+    if scheme.layout in ("gptq", "awq", "gemv", "packed"):
         return ("I32",)
     return ("F8_E4M3",) if scheme.is_float else ("I8",)
 
@@ -222,6 +206,8 @@ class _Module:
             required += tuple(p for p in optional if p in ("qzeros", "weight_zero_point"))
         if scheme.act_order:
             required += tuple(p for p in optional if p.endswith("g_idx"))
+        if scheme.factor:
+            required += (scheme.factor,)
         full = {p: _tensor(scheme.layout, name, p) for p in (*required, *optional)}
         for part in required:
             if full[part] not in infos:
@@ -237,6 +223,11 @@ class _Module:
         if len(self.codes.shape) != (4 if stacked else 2):
             raise self._fail(self.codes, "stacked blocks" if stacked else "a matrix")
         shape = self._shape()
+        layout = self.parts.get("weight_format")
+        if layout is not None and self._read(layout).any():
+            raise UnsupportedFormat(
+                f"{layout.name}: bytes in the order of a GPU's tiles are not read; {WAY_OUT}"
+            )
         weight = QuantizedInfo(
             name=self.name if stacked else f"{self.name}.weight",
             shape=shape,
@@ -276,6 +267,10 @@ class _Module:
             return second, first * self._per_word
         if self.scheme.layout == "awq":
             return second * self._per_word, first
+        if self.scheme.layout == "gemv":
+            return first, second * self._per_word
+        if self.scheme.indexed:
+            return self._indexed_shape()
         if self.scheme.element == "e2m1":
             return first, 2 * second
         if self.scheme.layout != "packed":
@@ -292,6 +287,40 @@ class _Module:
             )
         return rows, cols
 
+    def _indexed_shape(self) -> tuple[int, int]:
+        part = self.parts[f"weight.quant_state.bitsandbytes__{self.scheme.element}"]
+        self._state = state = read_state(part.name, self._read(part).numpy())
+        rows, cols = state.shape
+        for nested in _NESTED:
+            if state.nested_block and nested not in self.parts:
+                raise CheckpointError(
+                    f"{self.name}.{nested} is missing, which {part.name} calls for; the checkpoint "
+                    "is incomplete"
+                )
+        if -(-rows * cols // 2) != self.codes.nbytes:
+            raise CheckpointError(
+                f"{part.name} says {list(state.shape)}, but {self.codes.name} has "
+                f"{self.codes.nbytes} bytes of two codes each; the checkpoint is corrupt"
+            )
+        if cols % state.block:
+            raise UnsupportedFormat(
+                f"{self.codes.name}: rows of {cols} weights are no whole blocks of {state.block}, "
+                f"which is not read; {WAY_OUT}"
+            )
+        self.scheme = replace(self.scheme, group_size=state.block)
+        return rows, cols
+
+    def _expected_indexed(
+        self,
+    ) -> Iterator[tuple[str, tuple[str, ...], tuple[tuple[int, ...], ...]]]:
+        blocks, nested = self._state.blocks, self._state.nested_block
+        yield "weight", ("U8",), (self.codes.shape,)
+        yield "weight.quant_map", ("F32",), ((16,),)
+        yield "weight.absmax", ("U8" if nested else "F32",), ((blocks,),)
+        if nested:
+            yield "weight.nested_absmax", ("F32",), ((-(-blocks // nested),),)
+            yield "weight.nested_quant_map", ("F32",), ((256,),)
+
     def _expected(
         self, weight: QuantizedInfo
     ) -> Iterator[tuple[str, tuple[str, ...], tuple[tuple[int, ...], ...]]]:
@@ -300,12 +329,20 @@ class _Module:
         (rows, cols), groups = weight.shape[-2:], weight.groups
         word = self._per_word
         codes = _PARTS[layout][0][0]
+        if scheme.indexed:
+            yield from self._expected_indexed()
+            return
         if layout == "blocks":
             per_row = (*weight.shape[:-1], groups)
             yield codes, _code_types(scheme), ((*per_row, BLOCK // 2),)
             yield "scales", scheme.scale_types, (per_row,)
             return
         yield codes, _code_types(scheme), (self.codes.shape,)
+        if layout == "gemv":
+            width = gemv_zeros_width(groups, scheme.group_size)
+            yield "scales", scheme.scale_types, ((rows, width * word),)
+            yield "qzeros", ("I32",), ((rows, width),)
+            return
         if layout in ("gptq", "awq"):
             if rows % word:
                 raise UnsupportedFormat(
@@ -321,8 +358,9 @@ class _Module:
             shapes += ((weight.scale_rows,),)
         if groups == weight.scale_rows == 1:
             shapes += ((),)
-        for part in ("weight_scale", "weight_scale_inv", "scale"):
+        for part in ("weight_scale", "weight_scale_inv", "scale", "SCB"):
             yield part, scheme.scale_types, shapes
+        yield scheme.factor, ("F32",), ((1,), ())
         zero = self.parts.get("weight_zero_point")
         if layout == "packed" and zero is not None and zero.dtype == "I32":
             yield "weight_zero_point", ("I32",), ((-(-rows // word), groups),)

@@ -89,7 +89,9 @@ class Packer:
         info, picked = source.info, source.head_rows
         rows: StoredRows
         if isinstance(info, QuantizedInfo):
-            rows = CodedRows(info.dtype, read_codes(self.checkpoint, info), named=source.named)
+            codes = read_codes(self.checkpoint, info)
+            self._require_order(codes, info, source.named)
+            rows = CodedRows(info.dtype, codes, named=source.named)
         else:
             shape = (source.rows, source.cols)
             stored = shape if picked is None else picked.stored_shape(shape)
@@ -115,6 +117,7 @@ class Packer:
             info = part.infos[0] if part.stacked else part.infos[index]
             if info.name not in read:
                 read[info.name] = self._read_expert(info, index if part.stacked else None)
+            self._require_order(read[info.name], info, part.named)
             found.append(_stored_rows(read[info.name], info.dtype, part))
         return found
 
@@ -166,6 +169,15 @@ class Packer:
             yield
         except (CheckpointError, UnsupportedFormat) as error:
             raise type(error)(f"{self.checkpoint.path}: {name}: {error}") from error
+
+    def _require_order(self, stored: Tensor | Codes, info: TensorInfo, named: bool) -> None:
+        if isinstance(stored, Codes) and stored.order is not None and not named:
+            raise UnsupportedFormat(
+                f"{self.checkpoint.path}: {info.name}: the input channels are not in the order of "
+                "their groups (desc_act, activation order), which no format holds without loss; "
+                "name one: moestro convert MODEL OUT --format NAME, or open a checkpoint quantized "
+                "with desc_act=false or actorder=static"
+            )
 
     def _read_expert(self, info: TensorInfo, index: int | None) -> Tensor | Codes:
         """One expert's part of a tensor; ``index`` None: all of it."""

@@ -293,7 +293,15 @@ class _Finder:
         return self.policy.name_for(key, role, info.dtype) is not None
 
     def _format(self, key: str, role: str, info: TensorInfo) -> Format:
-        self._require_readable(info)
+        # Codes give their values whatever they are packed in.
+        if not isinstance(info, QuantizedInfo):
+            self._require_readable(info)
+        elif info.dtype not in formats.names() and not self._named(key, role, info):
+            raise UnsupportedFormat(
+                f"{self.checkpoint.path}: {info.name}: no format holds {info.dtype} weights "
+                "without loss; name one (the router its own beside an integer format): "
+                "moestro convert MODEL OUT --format NAME,router=NAME"
+            )
         self._require_whole(info)
         try:
             return self.policy.format_for(key, role, info.dtype)

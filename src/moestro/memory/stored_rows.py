@@ -94,13 +94,13 @@ class TransposedRows(RawRows):
 class CodedRows:
     """Codes of the format ``dtype``.
 
-    ``named``: the user asked for the format by name, so scales that it cannot hold are fitted anew;
-    else they are refused.
+    ``named``: the user asked for the format by name, so scales that it cannot hold are fitted anew,
+    and so are those of channels that are not in the order of their groups; else they are refused.
     """
 
     def __init__(self, dtype: str, codes: Codes, *, named: bool) -> None:
         self.dtype, self.codes = dtype, codes
-        self._fit = named and not codes.scales_are_exact
+        self._fit = codes.order is not None or (named and not codes.scales_are_exact)
 
     def exact(self, format_: Format) -> bool:
         return self.dtype == format_.name and not self._fit
@@ -120,7 +120,7 @@ class CodedRows:
         out.copy_(packed)
 
     def floats(self, start: int, stop: int) -> Tensor:
-        return self.codes.floats(start, stop)
+        return self.codes.restored(self.codes.floats(start, stop))
 
 
 def pick_head_rows(rows: StoredRows, picked: HeadRows) -> RawRows:

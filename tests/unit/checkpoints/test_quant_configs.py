@@ -42,6 +42,8 @@ def test_nothing_declared():
         (4, 192, True, "int4-g64"),
         (8, 128, True, "int8-g128"),
         (8, -1, True, "int8-row"),
+        (8, 64, False, "int8z-g64"),
+        (8, -1, False, "int8z-g128"),
     ],
 )
 def test_the_format_that_holds_a_scheme(bits: int, group: int, symmetric: bool, name: str):
@@ -179,7 +181,15 @@ def weights(**more: Any) -> Config:
 
 REFUSED = {
     "integers of 3 bits": gptq(bits=3),
-    "zero points beside 8 bits": gptq(bits=8, sym=False),
+    "zero points beside 8 bits, one scale per row, e4m3": weights(
+        num_bits=8, type="float", strategy="channel", symmetric=False
+    )
+    | {"format": "float-quantized"},
+    "ModelOpt algorithm 'W4A16_AWQ'": {"quant_method": "modelopt", "quant_algo": "W4A16_AWQ"},
+    "NVFP4 with groups of 32": {"quant_method": "modelopt", "quant_algo": "NVFP4",
+                                "group_size": 32},
+    "MXFP8 with groups of 16": {"quant_method": "modelopt", "quant_algo": "MXFP8",
+                                "config_groups": {"g": {"weights": {"group_size": 16}}}},
     "group size 16": gptq(group_size=16),
     "group size 48": gptq(group_size=48),
     "group size 0": gptq(group_size=0),
@@ -187,7 +197,8 @@ REFUSED = {
     "GPTQ checkpoint format 'gptq'": gptq(is_marlin_format=True),
     "GPTQ packed in 'int64'": gptq(pack_dtype="int64"),
     "integers of 2 bits": gptq(dynamic={"+:a": {"bits": 2}}),
-    "AWQ version 'gemv'": slow.awq_config(group=32) | {"version": "gemv"},
+    "AWQ version 'gemv_fast'": slow.awq_config(group=32) | {"version": "gemv_fast"},
+    "AWQ gemv with one scale": slow.awq_config(group=-1) | {"version": "gemv"},
     "AWQ with 8 bits": slow.awq_config(group=32) | {"bits": 8},
     "AWQ without zero points": slow.awq_config(group=32) | {"zero_point": False},
     "float-quantized with the weight type 'int'": compressed(format="float-quantized"),
@@ -213,7 +224,7 @@ REFUSED = {
     "group size 24": weights(group_size=24),
     "int-quantized with 4 bits": compressed(format="int-quantized"),
     "activations alone": compressed(config_groups={"g": {"targets": [], "weights": None}}),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("message", REFUSED)

@@ -49,12 +49,35 @@ def test_gptq_8_bit(tmp_path: Path, rows: int, cols: int, version: int, group: i
     check(tmp_path, q, f"int8-{GROUPS[group]}")
 
 
+@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize("group", GROUPS)
+def test_gptq_8_bit_with_zero_points(tmp_path: Path, version: int, group: int):
+    q = slow.any_codes(24, 320, bits=8, group=group, symmetric=False)
+    config = slow.gptq_config(bits=8, group=group, symmetric=False, version=version)
+    write(tmp_path, slow.gptq(q, version=version), config)
+    assert torch.equal(load(tmp_path, 24, 320, "f32").unpack(), q.floats())
+    with pytest.raises(UnsupportedFormat, match=r"no format holds int8z-\w+ .*--format"):
+        load(tmp_path, 24, 320)
+
+
 @pytest.mark.parametrize(("rows", "cols"), SHAPES)
 @pytest.mark.parametrize("group", [32, 64, 128, -1])
 def test_awq(tmp_path: Path, rows: int, cols: int, group: int):
     q = slow.any_codes(rows, cols, bits=4, group=group, symmetric=False, seed=3)
     write(tmp_path, slow.awq(q), slow.awq_config(group=group))
     check(tmp_path, q, "int4z-g128" if group == -1 else f"int4z-{GROUPS[group]}")
+
+
+@pytest.mark.parametrize(("rows", "cols"), [(40, 128), (13, 1152), (24, 2304)])
+@pytest.mark.parametrize("group", [32, 64, 128])
+def test_awq_gemv(tmp_path: Path, rows: int, cols: int, group: int):
+    q = slow.any_codes(rows, cols, bits=4, group=group, symmetric=False, seed=3)
+    config = slow.awq_config(group=group) | {"version": "gemv"}
+    write(tmp_path, slow.awq_gemv(q), config)
+    check(tmp_path, q, f"int4z-{GROUPS[group]}")
+    write(tmp_path, slow.awq_gemv(q), slow.awq_config(group=group))
+    with pytest.raises(CheckpointError, match="it should be"):
+        open_checkpoint(tmp_path)
 
 
 @pytest.mark.parametrize(("rows", "cols"), [*SHAPES, (13, 45)])
@@ -155,6 +178,27 @@ def test_gptq_without_a_word_on_symmetry_reads_the_zero_points(tmp_path: Path):
     check(tmp_path, q, "int4z-g32")
 
 
+@pytest.mark.parametrize("declared", [True, False])
+@pytest.mark.parametrize(("bits", "symmetric"), [(4, True), (4, False), (8, True)])
+@pytest.mark.parametrize(("cols", "group"), [(96, 32), (320, 64), (256, 256)])
+def test_gptq_in_activation_order(
+    tmp_path: Path, bits: int, symmetric: bool, cols: int, group: int, declared: bool
+):
+    q = slow.any_codes(24, cols, bits=bits, group=group, symmetric=symmetric)
+    shuffled = slow.shuffle_channels(q, cols)
+    config = slow.gptq_config(bits=bits, group=group, symmetric=symmetric) | {"desc_act": declared}
+    write(tmp_path, slow.gptq(shuffled), config)
+    if group == cols:  # one group has no order
+        name = f"int{bits}{'' if symmetric else 'z'}-g128"
+        check(tmp_path, shuffled, name)
+        return
+    assert torch.equal(load(tmp_path, 24, cols, "f32").unpack(), shuffled.floats())
+    close = load(tmp_path, 24, cols, "int8-g32").unpack()
+    assert (close - shuffled.floats()).norm() / shuffled.floats().norm() < 0.01
+    with pytest.raises(UnsupportedFormat, match=r"a\.q_proj\.weight: .*desc_act.*--format"):
+        load(tmp_path, 24, cols)
+
+
 def test_gptq_channel_order(tmp_path: Path):
     q = slow.any_codes(16, 64, bits=4, group=32, symmetric=True)
     tensors = slow.gptq(q)
@@ -162,11 +206,13 @@ def test_gptq_channel_order(tmp_path: Path):
         config = slow.gptq_config(bits=4, group=32, symmetric=True) | {"desc_act": declared}
         write(tmp_path, slow.gptq(q), config)
         check(tmp_path, q, "int4-g32")  # ascending, whatever is declared
-        write(tmp_path, tensors | {"g_idx": tensors["g_idx"].flip(0)}, config)
-        with pytest.raises(UnsupportedFormat, match=r"g_idx assigns .* another order .*desc_act"):
-            load(tmp_path, 16, 64)
         write(tmp_path, tensors | {"g_idx": tensors["g_idx"] + 1}, config)
         with pytest.raises(CheckpointError, match=r"groups 1 to 2, but there are 2"):
+            load(tmp_path, 16, 64)
+        uneven = tensors["g_idx"].clone()
+        uneven[40] = 0
+        write(tmp_path, tensors | {"g_idx": uneven}, config)
+        with pytest.raises(CheckpointError, match=r"does not assign 32 input channels to each"):
             load(tmp_path, 16, 64)
     tensors.pop("g_idx")
     write(tmp_path, tensors, slow.gptq_config(bits=4, group=32, symmetric=True))
@@ -178,19 +224,9 @@ def test_gptq_channel_order(tmp_path: Path):
         open_checkpoint(tmp_path)
 
 
-def test_declared_order_is_refused_from_headers(tmp_path: Path):
-    q = slow.any_codes(16, 64, bits=4, group=32, symmetric=True)
-    tensors = slow.gptq(q)
-    tensors["g_idx"] = tensors["g_idx"].flip(0)
-    write(
-        tmp_path, tensors, slow.gptq_config(bits=4, group=32, symmetric=True) | {"desc_act": True}
-    )
-    with pytest.raises(UnsupportedFormat, match="desc_act"):
-        open_checkpoint(tmp_path)
-
-
 def test_compressed_channel_order(tmp_path: Path):
     q = slow.any_codes(16, 64, bits=4, group=32, symmetric=True)
+    shuffled = slow.shuffle_channels(q, 1)
     config = slow.compressed_config(bits=4, group=32, symmetric=True)
     weights = config["config_groups"]["group_0"]["weights"]
     tensors = slow.compressed(q, symmetric=True)
@@ -200,9 +236,10 @@ def test_compressed_channel_order(tmp_path: Path):
         for order in (ascending, torch.full_like(ascending, -1)):
             write(tmp_path, tensors | {"weight_g_idx": order}, config)
             check(tmp_path, q, "int4-g32")
-        write(tmp_path, tensors | {"weight_g_idx": ascending.flip(0)}, config)
-        with pytest.raises(UnsupportedFormat, match="actorder=static"):
-            load(tmp_path, 16, 64)
+        order = torch.tensor(shuffled.g_idx, dtype=torch.int32)
+        packed = slow.compressed(shuffled, symmetric=True)
+        write(tmp_path, packed | {"weight_g_idx": order}, config)
+        assert torch.equal(load(tmp_path, 16, 64, "f32").unpack(), shuffled.floats())
     weights["actorder"] = "group"
     write(tmp_path, tensors, config)
     with pytest.raises(CheckpointError, match="weight_g_idx is missing"):
@@ -258,7 +295,12 @@ def _compressed() -> tuple[dict[str, Tensor], dict[str, Any]]:
     return slow.compressed(q, symmetric=False), config
 
 
-METHODS = {"gptq": _gptq, "awq": _awq, "compressed": _compressed}
+def _gemv() -> tuple[dict[str, Tensor], dict[str, Any]]:
+    q = slow.any_codes(24, 64, bits=4, group=32, symmetric=False)
+    return slow.awq_gemv(q), slow.awq_config(group=32) | {"version": "gemv"}
+
+
+METHODS = {"gptq": _gptq, "awq": _awq, "gemv": _gemv, "compressed": _compressed}
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -297,7 +339,7 @@ def test_group_size_that_the_scales_deny(tmp_path: Path, method: str, group: int
     else:
         config["group_size"] = group
     write(tmp_path, tensors, config)
-    with pytest.raises(CheckpointError, match="it should be"):
+    with pytest.raises(MoestroError, match=r"it should be|gemv with one scale per row"):
         open_checkpoint(tmp_path)
 
 
