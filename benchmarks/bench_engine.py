@@ -28,8 +28,7 @@ from moestro.engine.request import MAX_LOGPROBS, Completion
 from moestro.memory.policy import FormatPolicy
 from moestro.memory.sources import ExpertsSource, resolve
 
-_KV_DTYPE = "float16"
-_KV_BYTES = 2
+_KV_DTYPE = torch.float16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +56,7 @@ def bytes_per_token(model: Path) -> Bytes:
     spec = description.spec
     return Bytes(
         weights=total,
-        per_position=2 * spec.num_layers * spec.kv_heads * spec.head_dim * _KV_BYTES,
+        per_position=sum(cache.position_nbytes(_KV_DTYPE) for cache in spec.caches),
     )
 
 
@@ -65,7 +64,7 @@ class Session:
     """A loaded model and the measurements on it; one sequence at a time."""
 
     def __init__(self, model: Path, *, threads: int, context: int) -> None:
-        self.llm = LLM(model, context=context, max_sequences=1, threads=threads, kv_dtype=_KV_DTYPE)
+        self.llm = LLM(model, context=context, max_sequences=1, threads=threads, kv_dtype="float16")
         self.bytes = bytes_per_token(model)
         self.spec = self.llm.loaded.description.spec
         self._random = random.Random(0)

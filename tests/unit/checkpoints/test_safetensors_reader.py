@@ -233,11 +233,12 @@ def test_malformed_index(tmp_path: Path, index: dict[str, Any], message: str) ->
 @pytest.mark.parametrize(
     ("method", "message"),
     [
-        ("mxfp4", r"with mxfp4 \(4-bit floats with shared exponents; bits=4, group_size=128\)"),
-        ("bitsandbytes", "quantized with bitsandbytes"),
+        ("quark", r"with quark \(AMD Quark; bits=4, group_size=128\), which is not read yet"),
+        ("bitsandbytes", "bitsandbytes with neither 4 nor 8 bits is not read"),
         (
-            "quark",
-            "quantized with 'quark'; methods that are read: awq, compressed-tensors, fp8, gptq",
+            "bits-of-mine",
+            "quantized with 'bits-of-mine'; methods that are read: awq, bitsandbytes, "
+            "compressed-tensors, fp8, gptq",
         ),
         (None, "by a method it does not name"),
         (["x"], r"quantized with \['x'\]"),
