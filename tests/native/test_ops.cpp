@@ -141,6 +141,7 @@ std::vector<float> attention(CacheType type) {
                          .sin = angle.data(),
                          .heads = kHeads,
                          .head_dim = head_dim,
+                         .offset = 0,
                          .half = 8,
                          .max_positions = kTokens,
                          .interleaved = false},
@@ -189,9 +190,14 @@ std::vector<float> rows_ops() {
   program.add(make_route({.logits = chosen.data(),
                           .ids = ids.data(),
                           .weights = weights.data(),
-                          .experts = kWidth,
-                          .top_k = 3,
-                          .normalize = true},
+                          .rule = {.scoring = Scoring::kSigmoid,
+                                   .bias = weight.data(),
+                                   .experts = kWidth,
+                                   .top_k = 3,
+                                   .groups = 5,
+                                   .top_groups = 2,
+                                   .normalize = true,
+                                   .scale = 2.5f}},
                          rows));
   program.add(make_sigmoid(chosen.data(), kWidth, rows));
   program.replay();
