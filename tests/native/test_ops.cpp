@@ -103,7 +103,7 @@ std::vector<float> moe(const std::string& format, int32_t tokens, Activation act
 std::vector<float> attention(CacheType type) {
   constexpr int64_t kKvHeads = 2, kHeads = 6, kPage = 32, kPages = 5;
   const int64_t head_dim = type == CacheType::kInt8 ? 32 : 24;
-  constexpr int32_t kTokens = 71;
+  static constexpr int32_t kTokens = 71;
   std::vector<int32_t> positions, slots(kTokens, 0);
   for (int32_t t = 0; t < kTokens; ++t) positions.push_back(t);
   positions.back() = 0;
@@ -132,8 +132,7 @@ std::vector<float> attention(CacheType type) {
                           .slot_count = 2,
                           .pages_per_slot = 3};
   std::vector<float> out(q.size());
-  const int32_t tokens = kTokens;
-  const Rows rows(&tokens, kTokens);
+  const Rows rows(&kTokens, kTokens);
   Program program;
   program.add(make_rope({.x = q.data(),
                          .positions = positions.data(),
