@@ -1,4 +1,4 @@
-"""Every test leaves the kernels as it found them: later tests run on what the process chose."""
+"""Every test leaves kernels and threads as it found them: later tests run on what was chosen."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from moestro import native
 
 
 @pytest.fixture(autouse=True)
-def chosen_kernels() -> Iterator[None]:
-    before = native.isa()
+def restore_native() -> Iterator[None]:
+    isa, threads = native.isa(), native.threads()
     yield
-    native.set_isa(before)
+    native.set_isa(isa)
+    native.set_threads(threads)

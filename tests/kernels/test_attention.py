@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -14,14 +13,6 @@ from hypothesis import strategies as st
 from moestro import native
 from moestro.core.errors import InvalidRequest, UnsupportedOp
 from moestro.ops.contracts import KvLayer
-
-
-@pytest.fixture(autouse=True)
-def restore_native() -> Iterator[None]:
-    isa, threads = native.isa(), native.threads()
-    yield
-    native.set_isa(isa)
-    native.set_threads(threads)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

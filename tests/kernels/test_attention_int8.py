@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -26,14 +25,6 @@ SHAPES = [
     {"heads": 20, "kv_heads": 1, "head_dim": 256, "page_size": 128},
     {"heads": 100, "kv_heads": 1, "head_dim": 32},
 ]
-
-
-@pytest.fixture(autouse=True)
-def restore_native() -> Iterator[None]:
-    isa, threads = native.isa(), native.threads()
-    yield
-    native.set_isa(isa)
-    native.set_threads(threads)
 
 
 def case_of(lengths: list[int], **options) -> Case:

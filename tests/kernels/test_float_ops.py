@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -21,14 +21,6 @@ EXTREMES += [-88.73, 104.0, -104.0, 1e-7, torch.inf, -torch.inf, torch.nan]
 
 OPS = CpuOps()
 ORACLE = ReferenceOps(torch.float64)
-
-
-@pytest.fixture(autouse=True)
-def restore_native() -> Iterator[None]:
-    isa, threads = native.isa(), native.threads()
-    yield
-    native.set_isa(isa)
-    native.set_threads(threads)
 
 
 def live(n: int) -> Tensor:

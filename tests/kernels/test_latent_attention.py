@@ -5,7 +5,7 @@ and the same bits whatever a row runs beside.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import packed_cases
 import pytest
@@ -26,14 +26,6 @@ OPS = CpuOps()
 ORACLE = ReferenceOps(torch.float64)
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 Parts = Sequence[tuple[int, int, int]]
-
-
-@pytest.fixture(autouse=True)
-def restore_native() -> Iterator[None]:
-    isa, threads = native.isa(), native.threads()
-    yield
-    native.set_isa(isa)
-    native.set_threads(threads)
 
 
 class Case:

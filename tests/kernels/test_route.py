@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pytest
@@ -18,14 +17,6 @@ from moestro.ops.reference import ReferenceOps
 OPS = CpuOps()
 REFERENCE = ReferenceOps(torch.float64)
 TOKENS = 9
-
-
-@pytest.fixture(autouse=True)
-def restore_native() -> Iterator[None]:
-    isa, threads = native.isa(), native.threads()
-    yield
-    native.set_isa(isa)
-    native.set_threads(threads)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,6 @@ import signal
 import threading
 import time
 import weakref
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -19,13 +18,6 @@ from moestro.core.errors import InvalidRequest, UnsupportedOp
 from moestro.devices.cpu.ops import CpuOps
 
 OPS = CpuOps()
-
-
-@pytest.fixture(autouse=True)
-def restore_native() -> Iterator[None]:
-    threads = native.threads()
-    yield
-    native.set_threads(threads)
 
 
 def live(n: int) -> Tensor:
