@@ -40,17 +40,9 @@ class ExpertGroup {
   void add_experts(Worker& worker, int64_t pair, int64_t end, float* sums, int64_t ld) const;
 
   int64_t spans() const { return static_cast<int64_t>(spans_.size()); }
-  // Few tokens per expert: weights are the time.
-  bool sparse(int64_t tokens) const { return tokens * a_.top_k < kSharedTokens * spans(); }
   int64_t blocks() const { return ceil_div(a_.gate.matrix.rows, kPairChannels); }
-  // Weight bytes of one block, and of one pair of output tiles.
-  int64_t block_bytes() const { return 2 * (a_.gate.matrix.stride() + a_.up.matrix.stride()); }
-  int64_t pair_bytes() const { return 2 * a_.down.matrix.stride(); }
 
  private:
-  // Tokens per expert from which weights are shared enough for long tasks.
-  static constexpr int64_t kSharedTokens = 3;
-
   // Consecutive entries of the expert order that share an expert.
   struct Span {
     const uint8_t* blob;

@@ -10,8 +10,6 @@ namespace {
 
 // Tokens per task: their activations stay in L2 while a task's tiles pass by.
 constexpr int64_t kChunkTokens = 128;
-// Weight bytes per task at most.
-constexpr int64_t kTaskBytes = 256 * 1024;
 
 class Linear final : public Op {
  public:
@@ -28,16 +26,15 @@ class Linear final : public Op {
     const int64_t chunks = (tokens + kChunkTokens - 1) / kChunkTokens;
     const Slice pairs = worker.slice((a_.weight.row_tiles() + 1) / 2);
     const int64_t size = pairs.size();
-    worker.for_node_ranges(chunks * size, kTaskBytes / (2 * a_.weight.stride()),
-                           [&](int64_t first, int64_t end) {
-                             while (first < end) {
-                               const int64_t pair = first % size;
-                               const int64_t count = std::min(size - pair, end - first);
-                               multiply(worker, first / size * kChunkTokens, tokens,
-                                        pairs.first + pair, pairs.first + pair + count);
-                               first += count;
-                             }
-                           });
+    worker.for_node_ranges(chunks * size, chunks * size, [&](int64_t first, int64_t end) {
+      while (first < end) {
+        const int64_t pair = first % size;
+        const int64_t count = std::min(size - pair, end - first);
+        multiply(worker, first / size * kChunkTokens, tokens, pairs.first + pair,
+                 pairs.first + pair + count);
+        first += count;
+      }
+    });
   }
 
  private:

@@ -11,7 +11,6 @@
 #include "algo/moe.h"
 
 #include <algorithm>
-#include <limits>
 #include <string>
 #include <vector>
 
@@ -20,10 +19,6 @@
 namespace moestro {
 namespace {
 
-// Weight bytes per task: enough to stream, small enough to balance. More where many tokens share
-// them: then a task is long by its arithmetic, and only its first bytes are waited for.
-constexpr int64_t kTaskBytes = 256 * 1024;
-constexpr int64_t kSharedTaskBytes = 1024 * 1024;
 // From this many tokens on, output channels are summed in a compact copy, if it fits the scratch.
 constexpr int64_t kCompactTokens = 16;
 // Sums of one task of down, which should stay in L2 beside the weights.
@@ -48,27 +43,21 @@ class Moe final : public Op {
         }
       }
     });
-    gate_up(worker, tokens);
+    gate_up(worker);
     down(worker, tokens);
   }
 
  private:
-  // Steps that a task takes at most.
-  static int64_t steps_per_task(const ExpertGroup& group, int64_t tokens, int64_t bytes_per_step) {
-    return (group.sparse(tokens) ? kTaskBytes : kSharedTaskBytes) / bytes_per_step;
-  }
-
   // Phase 2 as one sequence of steps: all blocks of this node's slice, span by span, group by
   // group.
-  void gate_up(Worker& worker, int64_t tokens) {
+  void gate_up(Worker& worker) {
     Slice blocks[kMaxGroups];
-    int64_t total = 0, most = std::numeric_limits<int64_t>::max();
+    int64_t total = 0;
     for (size_t g = 0; g < groups_.size(); ++g) {
       blocks[g] = worker.slice(groups_[g]->blocks());
       total += groups_[g]->spans() * blocks[g].size();
-      most = std::min(most, steps_per_task(*groups_[g], tokens, groups_[g]->block_bytes()));
     }
-    worker.for_node_ranges(total, most, [&](int64_t first, int64_t end) {
+    worker.for_node_ranges(total, total, [&](int64_t first, int64_t end) {
       for (size_t g = 0; g < groups_.size() && end > 0; ++g) {
         const int64_t size = blocks[g].size(), steps = groups_[g]->spans() * size;
         for (int64_t step = std::max<int64_t>(first, 0); step < std::min(end, steps);) {
@@ -85,9 +74,7 @@ class Moe final : public Op {
 
   void down(Worker& worker, int64_t tokens) {
     const Slice pairs = worker.slice(ceil_div(a_.hidden, kPairChannels));
-    int64_t most = std::max<int64_t>(1, kSumsBytes / ((tokens + 1) * kPairChannels * 4));
-    for (const auto& group : groups_)
-      most = std::min(most, steps_per_task(*group, tokens, group->pair_bytes()));
+    const int64_t most = kSumsBytes / ((tokens + 1) * kPairChannels * int64_t{sizeof(float)});
     worker.for_node_ranges(pairs.size(), most, [&](int64_t first, int64_t end) {
       add_pairs(worker, tokens, pairs.first + first, pairs.first + end);
     });

@@ -3,6 +3,7 @@
 #include <pthread.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <chrono>
 #include <cstdint>
 #include <cstring>
@@ -66,6 +67,14 @@ std::vector<int> first_workers(const std::vector<int>& node) {
   return first;
 }
 
+// Steps of a share that are taken, counted from its two ends.
+struct Claimed {
+  int64_t front, back;
+  explicit Claimed(int64_t packed) : front(packed & 0x7fffffff), back(packed >> 32) {}
+  Claimed(int64_t front, int64_t back) : front(front), back(back) {}
+  int64_t packed() const { return front | back << 32; }
+};
+
 TeamLayout checked(TeamLayout layout) {
   const size_t threads = layout.node.size();
   if (threads < 1 || threads > 1024)
@@ -98,23 +107,65 @@ std::byte* Worker::shared() const { return team_.shared_base_; }
 
 void Worker::barrier() { team_.wait_at_barrier(); }
 
-std::atomic<int64_t>& Worker::next_counter(int node) {
-  // The counters of the next phase were last used kCounters - 1 phases ago, and a barrier lies
-  // between this reset and their next use.
-  const uint64_t phase = phase_++;
-  const auto nodes = uint64_t(team_.nodes_);
-  Team::Counter* next = &team_.counters_[(phase + 1) % Team::kCounters * nodes];
-  if (index_ == 0)
-    for (uint64_t n = 0; n < nodes; ++n) next[n].value.store(0, std::memory_order_relaxed);
-  return team_.counters_[phase % Team::kCounters * nodes + uint64_t(node)].value;
+void Worker::next_claims() {
+  // What is reset here was last used kPhases - 1 phases ago, and a barrier lies between this and
+  // its next use.
+  ++phase_;
+  const uint64_t next = (phase_ + 1) % Team::kPhases * uint64_t(team_.size_) + uint64_t(index_);
+  team_.claims_[next].value.store(0, std::memory_order_relaxed);
+}
+
+std::atomic<int64_t>& Worker::claims(int index) {
+  return team_.claims_[phase_ % Team::kPhases * uint64_t(team_.size_) + uint64_t(index)].value;
+}
+
+Slice Worker::share_of(int64_t n, int index) const {
+  const int64_t i = index - team_.first_worker_[size_t(node_)], count = node_count();
+  return {n * i / count, n * (i + 1) / count};
+}
+
+Slice Worker::claim_own(int64_t n, int64_t most) {
+  const Slice share = share_of(n, index_);
+  std::atomic<int64_t>& mine = claims(index_);
+  int64_t value = mine.load(std::memory_order_relaxed);
+  for (;;) {
+    const Claimed claimed(value);
+    const int64_t left = share.size() - claimed.front - claimed.back;
+    if (left <= 0) return {0, 0};
+    const int64_t count = std::min((3 * left + 3) / 4, most), first = share.first + claimed.front;
+    if (mine.compare_exchange_weak(value, Claimed(claimed.front + count, claimed.back).packed(),
+                                   std::memory_order_relaxed))
+      return {first, first + count};
+  }
+}
+
+Slice Worker::claim_other(int64_t n, int64_t most) {
+  for (;;) {
+    int fullest = -1;
+    int64_t value = 0, left = 0;
+    const int first = team_.first_worker_[size_t(node_)];
+    for (int i = first; i < first + node_count(); ++i) {
+      const int64_t now = claims(i).load(std::memory_order_relaxed);
+      const Claimed claimed(now);
+      const int64_t rest = share_of(n, i).size() - claimed.front - claimed.back;
+      if (rest > left) fullest = i, value = now, left = rest;
+    }
+    if (fullest < 0) return {0, 0};
+    const Claimed claimed(value);
+    const int64_t count = std::min((left + 1) / 2, most);
+    const int64_t end = share_of(n, fullest).end - claimed.back;
+    if (claims(fullest).compare_exchange_strong(
+            value, Claimed(claimed.front, claimed.back + count).packed(),
+            std::memory_order_relaxed))
+      return {end - count, end};
+  }
 }
 
 Team::Team(TeamLayout layout)
     : layout_(checked(std::move(layout))),
       size_(int(layout_.node.size())),
-      nodes_(layout_.node.back() + 1),
       first_worker_(first_workers(layout_.node)),
-      counters_(size_t(kCounters * nodes_)) {
+      claims_(size_t(kPhases) * size_t(size_)) {
   const auto threads = size_t(size_);
   scratch_.reset(new std::byte[threads * Worker::kScratchBytes + 64]);
   scratch_base_ = aligned(scratch_);
@@ -189,7 +240,7 @@ void Team::run_as(int index, Job& job) {
 void Team::run(Job& job) {
   if (inside_job) throw invalid_request("a team job was started from inside a team job");
   const std::lock_guard lock(run_mutex);
-  for (auto& counter : counters_) counter.value.store(0, std::memory_order_relaxed);
+  for (auto& claims : claims_) claims.value.store(0, std::memory_order_relaxed);
   arrived_.store(0, std::memory_order_relaxed);
   failed_.store(false, std::memory_order_relaxed);
   failure_ = nullptr;

@@ -50,6 +50,7 @@ class Worker {
       : team_(team), index_(index), node_(node), scratch_(scratch) {}
 
   int index() const { return index_; }
+  int node() const { return node_; }
   int count() const;
   bool lead() const { return index_ == 0; }
   // The part of `steps` steps of output channels that this worker's node computes.
@@ -69,7 +70,8 @@ class Worker {
   // Ends with a barrier.
   template <class F>
   void for_tasks(int64_t n, F&& f) {
-    std::atomic<int64_t>& counter = next_counter(0);
+    next_claims();
+    std::atomic<int64_t>& counter = claims(0);
     for (;;) {
       const int64_t task = counter.fetch_add(1, std::memory_order_relaxed);
       if (task >= n) break;
@@ -78,30 +80,36 @@ class Worker {
     barrier();
   }
 
-  // Claims ranges of 0..n-1 among the workers of this worker's node; f(first, end). At most `most`
-  // long, and ever shorter towards the end, so that all finish at about the same time. n and `most`
-  // may depend on the node. All workers of the team must call it. Ends with a barrier.
+  // Claims ranges of 0..n-1 among the workers of this worker's node; f(first, end), each at most
+  // `most` long. A worker goes through its own share from the front, three quarters of what is left
+  // at a time, and then takes half of what the fullest share has left, from its back. So each reads
+  // few long runs of memory (where a run ends, what the hardware has prefetched beyond it is
+  // wasted: workers that take turns at neighbouring 36 KB get half the bandwidth), and all finish
+  // at about the same time. n < 2^31; n and `most` may depend on the node. All workers of the team
+  // must call it. Ends with a barrier.
   template <class F>
   void for_node_ranges(int64_t n, int64_t most, F&& f) {
-    std::atomic<int64_t>& counter = next_counter(node_);
-    const int64_t shares = 3 * int64_t{node_count()};
-    for (int64_t first = counter.load(std::memory_order_relaxed); first < n;) {
-      const int64_t share = (n - first) / shares;
-      const int64_t end = first + (share < 1 ? 1 : share < most ? share : most < 1 ? 1 : most);
-      if (!counter.compare_exchange_weak(first, end, std::memory_order_relaxed)) continue;
-      f(first, end);
-      first = counter.load(std::memory_order_relaxed);
-    }
+    next_claims();
+    if (most < 1) most = 1;
+    for (Slice r = claim_own(n, most); r.size() > 0; r = claim_own(n, most)) f(r.first, r.end);
+    for (Slice r = claim_other(n, most); r.size() > 0; r = claim_other(n, most)) f(r.first, r.end);
     barrier();
   }
 
  private:
-  std::atomic<int64_t>& next_counter(int node);
+  // Begins a phase.
+  void next_claims();
+  // What has been claimed of worker `index`'s share in this phase.
+  std::atomic<int64_t>& claims(int index);
+  // Worker `index`'s share of n steps of this worker's node.
+  Slice share_of(int64_t n, int index) const;
+  Slice claim_own(int64_t n, int64_t most);
+  Slice claim_other(int64_t n, int64_t most);
 
   Team& team_;
   int index_;
   int node_;
-  uint64_t phase_ = 0;
+  uint64_t phase_ = 0;  // phases begun
   std::byte* scratch_;
 };
 
@@ -129,8 +137,8 @@ class Team {
  private:
   friend class Worker;
   struct Released {};  // thrown out of a barrier when another worker has failed
-  static constexpr int kCounters = 4;
-  struct alignas(64) Counter {
+  static constexpr int kPhases = 4;
+  struct alignas(64) Claims {
     std::atomic<int64_t> value{0};
   };
 
@@ -142,7 +150,6 @@ class Team {
 
   const TeamLayout layout_;
   const int size_;
-  const int nodes_;
   std::vector<int> first_worker_;  // of each node, and size_
   std::string placement_problem_;
   std::vector<std::thread> threads_;
@@ -152,7 +159,7 @@ class Team {
   std::byte* shared_base_ = nullptr;
   Job* job_ = nullptr;
   bool stopping_ = false;
-  std::vector<Counter> counters_;  // [kCounters][nodes]
+  std::vector<Claims> claims_;  // [kPhases][workers]
   alignas(64) std::atomic<uint32_t> epoch_{0};
   alignas(64) std::atomic<int> parked_{0};
   alignas(64) std::atomic<int> arrived_{0};
