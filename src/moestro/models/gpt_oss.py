@@ -11,18 +11,16 @@ from typing import Any, ClassVar
 
 from moestro.devices.base import Device
 from moestro.memory.weights import ExpertSources, WeightSpec
-from moestro.models.common.build import Loaded, build_decoder
 from moestro.models.common.config import fields_from_gguf, fields_from_hf, windows_from_hf
 from moestro.models.common.experts import (
     MoeConfig,
-    build_feed_forward,
-    check_top_k,
+    build_moe,
     experts_from_gguf,
+    uniform_experts,
 )
 from moestro.models.common.reading import Reader, gguf_reader, hf_reader
 from moestro.models.common.weights import bias_specs, router_spec, sources, weight_specs
 from moestro.models.spec import Container, Model, Weights
-from moestro.nn.mlp import FeedForward
 from moestro.nn.rope import RopeConfig, YarnScaling
 
 GGUF_ARCHITECTURE = "gpt-oss"
@@ -52,18 +50,16 @@ class Config(MoeConfig):
             raw = {**raw, "rope_parameters": _DEFAULT_ROPE}
         fields = fields_from_hf(raw, cls.model_type, default_theta=150000.0, default_eps=1e-5)
         bias = config.flag("attention_bias", default=True)
-        num_experts = config.integer("num_local_experts", "num_experts")
-        top_k = config.integer("num_experts_per_tok", "experts_per_token", default=4)
-        check_top_k(config, top_k, num_experts)
-        width = config.integer("intermediate_size")
+        experts = uniform_experts(
+            config,
+            num_experts=config.integer("num_local_experts", "num_experts"),
+            top_k=config.integer("num_experts_per_tok", "experts_per_token", default=4),
+            intermediate_size=config.integer("intermediate_size"),
+        )
         windows = _windows_from_hf(config, fields["num_layers"])
         return cls(
             **fields | {"qkv_bias": bias, "output_bias": bias, "windows": windows},
-            num_experts=num_experts,
-            top_k=top_k,
-            norm_topk_prob=True,
-            intermediate_size=width,
-            moe_intermediate_size=width,
+            **experts,
         )
 
     @classmethod
@@ -102,11 +98,8 @@ def claims_gguf(metadata: Mapping[str, Any]) -> bool:
 
 
 def weights(config: Config, container: Container) -> list[WeightSpec]:
-    hidden = config.hidden_size
-    shape = config.num_experts, config.moe_intermediate_size, hidden
-
     def feed_forward(layer: int) -> list[WeightSpec]:
-        router = router_spec(layer, (config.num_experts, hidden), "mlp.router")
+        router = router_spec(layer, config.router_shape, "mlp.router")
         bias = replace(
             router,
             key=f"{router.key}.bias",
@@ -118,12 +111,13 @@ def weights(config: Config, container: Container) -> list[WeightSpec]:
             key=f"layers.{layer}.experts",
             kind="experts",
             role="experts",
-            shape=shape,
+            shape=config.experts_shape,
             expert_sources=_expert_sources(layer, container),
             activation="swiglu_oai",
             layer=layer,
         )
-        return [router, bias, experts, *bias_specs(layer, shape, container, "mlp.experts")]
+        biases = bias_specs(layer, config.experts_shape, container, "mlp.experts")
+        return [router, bias, experts, *biases]
 
     return weight_specs(config, container, feed_forward, gguf_second_norm="post_attention_norm")
 
@@ -141,12 +135,7 @@ def _expert_sources(layer: int, container: Container) -> ExpertSources:
 
 
 def build(config: Config, weights: Weights, device: Device, *, max_positions: int) -> Model:
-    loaded = Loaded(weights)
-
-    def feed_forward(layer: int) -> FeedForward:
-        return build_feed_forward(config, loaded, layer)
-
-    return build_decoder(config, loaded, device, feed_forward, max_positions=max_positions)
+    return build_moe(config, weights, device, max_positions=max_positions)
 
 
 def tiny() -> dict[str, Any]:

@@ -11,24 +11,20 @@ from typing import Any, ClassVar
 
 from moestro.devices.base import Device
 from moestro.memory.weights import WeightSpec
-from moestro.models.common.build import Loaded, build_decoder
+from moestro.models.common.build import Loaded
 from moestro.models.common.config import fields_from_gguf, fields_from_hf, windows_from_hf
 from moestro.models.common.experts import (
     MoeConfig,
-    build_feed_forward,
+    build_moe,
+    dense_or,
     experts_from_gguf,
     experts_from_hf,
+    router_and_experts,
 )
 from moestro.models.common.reading import Reader, gguf_reader, hf_reader
-from moestro.models.common.weights import (
-    mlp_spec,
-    routed_experts_spec,
-    router_spec,
-    sources,
-    weight_specs,
-)
+from moestro.models.common.weights import mlp_spec, sources, weight_specs
 from moestro.models.spec import Container, Model, Weights
-from moestro.nn.mlp import FeedForward, GatedMlp
+from moestro.nn.mlp import GatedMlp
 
 GGUF_ARCHITECTURE = "qwen2moe"
 
@@ -81,17 +77,11 @@ def claims_gguf(metadata: Mapping[str, Any]) -> bool:
 
 def weights(config: Config, container: Container) -> list[WeightSpec]:
     hidden = config.hidden_size
-    shape = config.num_experts, config.moe_intermediate_size, hidden
     shared = config.shared_expert_intermediate_size, hidden
 
-    def feed_forward(layer: int) -> list[WeightSpec]:
-        if layer in config.dense_layers:
-            return [mlp_spec(layer, "mlp", "dense", (config.intermediate_size, hidden), "mlp")]
+    def sparse(layer: int) -> list[WeightSpec]:
         return [
-            router_spec(layer, (config.num_experts, hidden), "mlp.gate"),
-            routed_experts_spec(
-                layer, shape, hf="mlp.experts", gate="gate_proj", up="up_proj", down="down_proj"
-            ),
+            *router_and_experts(config, layer),
             WeightSpec(
                 key=f"layers.{layer}.shared_expert_gate",
                 kind="matrix",
@@ -105,22 +95,15 @@ def weights(config: Config, container: Container) -> list[WeightSpec]:
             mlp_spec(layer, "shared_expert", "shared", shared, "mlp.shared_expert", "_shexp"),
         ]
 
-    return weight_specs(config, container, feed_forward)
+    return weight_specs(config, container, dense_or(config, sparse))
 
 
 def build(config: Config, weights: Weights, device: Device, *, max_positions: int) -> Model:
-    loaded = Loaded(weights)
+    def shared(loaded: Loaded, layer: int) -> GatedMlp:
+        at = f"layers.{layer}.shared_expert"
+        return GatedMlp(gate=loaded.linear(f"{at}_gate"), bank=loaded.bank(at))
 
-    def feed_forward(layer: int) -> FeedForward:
-        if layer in config.dense_layers:
-            return build_feed_forward(config, loaded, layer)
-        at = f"layers.{layer}"
-        shared = GatedMlp(
-            gate=loaded.linear(f"{at}.shared_expert_gate"), bank=loaded.bank(f"{at}.shared_expert")
-        )
-        return build_feed_forward(config, loaded, layer, shared=shared)
-
-    return build_decoder(config, loaded, device, feed_forward, max_positions=max_positions)
+    return build_moe(config, weights, device, max_positions=max_positions, shared=shared)
 
 
 def tiny() -> dict[str, Any]:

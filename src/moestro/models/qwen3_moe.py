@@ -11,23 +11,18 @@ from typing import Any, ClassVar
 
 from moestro.devices.base import Device
 from moestro.memory.weights import WeightSpec
-from moestro.models.common.build import Loaded, build_decoder
 from moestro.models.common.config import fields_from_gguf, fields_from_hf
 from moestro.models.common.experts import (
     MoeConfig,
-    build_feed_forward,
+    build_moe,
+    dense_or,
     experts_from_gguf,
     experts_from_hf,
+    router_and_experts,
 )
 from moestro.models.common.reading import gguf_reader, hf_reader
-from moestro.models.common.weights import (
-    mlp_spec,
-    routed_experts_spec,
-    router_spec,
-    weight_specs,
-)
+from moestro.models.common.weights import weight_specs
 from moestro.models.spec import Container, Model, Weights
-from moestro.nn.mlp import FeedForward
 
 GGUF_ARCHITECTURE = "qwen3moe"
 
@@ -65,29 +60,14 @@ def claims_gguf(metadata: Mapping[str, Any]) -> bool:
 
 
 def weights(config: Config, container: Container) -> list[WeightSpec]:
-    hidden = config.hidden_size
-    shape = config.num_experts, config.moe_intermediate_size, hidden
+    def sparse(layer: int) -> list[WeightSpec]:
+        return router_and_experts(config, layer)
 
-    def feed_forward(layer: int) -> list[WeightSpec]:
-        if layer in config.dense_layers:
-            return [mlp_spec(layer, "mlp", "dense", (config.intermediate_size, hidden), "mlp")]
-        return [
-            router_spec(layer, (config.num_experts, hidden), "mlp.gate"),
-            routed_experts_spec(
-                layer, shape, hf="mlp.experts", gate="gate_proj", up="up_proj", down="down_proj"
-            ),
-        ]
-
-    return weight_specs(config, container, feed_forward)
+    return weight_specs(config, container, dense_or(config, sparse))
 
 
 def build(config: Config, weights: Weights, device: Device, *, max_positions: int) -> Model:
-    loaded = Loaded(weights)
-
-    def feed_forward(layer: int) -> FeedForward:
-        return build_feed_forward(config, loaded, layer)
-
-    return build_decoder(config, loaded, device, feed_forward, max_positions=max_positions)
+    return build_moe(config, weights, device, max_positions=max_positions)
 
 
 def tiny() -> dict[str, Any]:

@@ -1,13 +1,20 @@
-"""What families with routed experts share: their extra configuration fields and their wiring."""
+"""What families with routed experts share: their extra configuration fields, their weights and
+their wiring.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from moestro.models.common.build import Loaded
+from moestro.devices.base import Device
+from moestro.memory.weights import WeightSpec
+from moestro.models.common.build import Loaded, build_decoder
 from moestro.models.common.config import DecoderConfig
 from moestro.models.common.reading import Reader
+from moestro.models.common.weights import mlp_spec, routed_experts_spec, router_spec
+from moestro.models.spec import Model, Weights
 from moestro.nn.mlp import FeedForward, Mlp, SharedExpert
 from moestro.nn.moe import MixtureOfExperts
 from moestro.nn.router import Router
@@ -26,6 +33,15 @@ class MoeConfig(DecoderConfig):
     intermediate_size: int
     moe_intermediate_size: int
     dense_layers: frozenset[int] = frozenset()
+
+    @property
+    def router_shape(self) -> tuple[int, int]:
+        return self.num_experts, self.hidden_size
+
+    @property
+    def experts_shape(self) -> tuple[int, int, int]:
+        """(experts, moe_intermediate_size, hidden_size)"""
+        return self.num_experts, self.moe_intermediate_size, self.hidden_size
 
 
 def experts_from_hf(config: Reader, *, num_layers: int) -> dict[str, Any]:
@@ -68,10 +84,60 @@ def experts_from_gguf(config: Reader, *, norm_topk_prob: bool) -> dict[str, Any]
     }
 
 
+def uniform_experts(
+    config: Reader, *, num_experts: int, top_k: int, intermediate_size: int
+) -> dict[str, Any]:
+    """Fields of MoeConfig where every layer has experts and a token's weights sum to one.
+
+    Raises CheckpointError if more experts are to be chosen than there are.
+    """
+    check_top_k(config, top_k, num_experts)
+    return {
+        "num_experts": num_experts,
+        "top_k": top_k,
+        "norm_topk_prob": True,
+        "intermediate_size": intermediate_size,
+        "moe_intermediate_size": intermediate_size,
+    }
+
+
 def check_top_k(config: Reader, top_k: int, num_experts: int) -> None:
     """Raise CheckpointError if more experts are to be chosen than there are."""
     if num_experts and top_k > num_experts:
         raise config.wrong("experts per token", top_k, f"at most the {num_experts} experts")
+
+
+def router_and_experts(
+    config: MoeConfig,
+    layer: int,
+    *,
+    router: tuple[str, ...] = ("mlp.gate",),
+    experts: str = "mlp.experts",
+    parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+) -> list[WeightSpec]:
+    """The router and the routed experts of a layer, by their names in safetensors below the layer:
+    the router's, the experts', and those of gate, up and down below one expert.
+    """
+    gate, up, down = parts
+    return [
+        router_spec(layer, config.router_shape, *router),
+        routed_experts_spec(layer, config.experts_shape, hf=experts, gate=gate, up=up, down=down),
+    ]
+
+
+def dense_or(
+    config: MoeConfig, sparse: Callable[[int], list[WeightSpec]]
+) -> Callable[[int], list[WeightSpec]]:
+    """``feed_forward`` of ``weight_specs``: one block in dense layers, else ``sparse(layer)``."""
+
+    def feed_forward(layer: int) -> list[WeightSpec]:
+        if layer not in config.dense_layers:
+            return sparse(layer)
+        return [
+            mlp_spec(layer, "mlp", "dense", (config.intermediate_size, config.hidden_size), "mlp")
+        ]
+
+    return feed_forward
 
 
 def build_feed_forward(
@@ -92,3 +158,24 @@ def build_feed_forward(
         gate = loaded.linear(f"{at}.router")
         router = Router(gate=gate, top_k=config.top_k, normalize=config.norm_topk_prob)
     return MixtureOfExperts(router=router, experts=loaded.bank(f"{at}.experts"), shared=shared)
+
+
+def build_moe(
+    config: MoeConfig,
+    weights: Weights,
+    device: Device,
+    *,
+    max_positions: int,
+    shared: Callable[[Loaded, int], SharedExpert] | None = None,
+) -> Model:
+    """The model over loaded weights; ``shared(loaded, layer)`` makes the shared expert of a layer
+    with routed ones.
+    """
+    loaded = Loaded(weights)
+
+    def feed_forward(layer: int) -> FeedForward:
+        if shared is None or layer in config.dense_layers:
+            return build_feed_forward(config, loaded, layer)
+        return build_feed_forward(config, loaded, layer, shared=shared(loaded, layer))
+
+    return build_decoder(config, loaded, device, feed_forward, max_positions=max_positions)

@@ -9,16 +9,9 @@ from dataclasses import replace
 from moestro.devices.base import Device
 from moestro.memory.weights import HeadRows, WeightSpec
 from moestro.models.common.build import Loaded, build_decoder
-from moestro.models.common.experts import build_feed_forward
+from moestro.models.common.experts import build_feed_forward, dense_or, router_and_experts
 from moestro.models.common.latent_config import LatentConfig
-from moestro.models.common.weights import (
-    mlp_spec,
-    norm_spec,
-    routed_experts_spec,
-    router_spec,
-    sources,
-    weight_specs,
-)
+from moestro.models.common.weights import mlp_spec, norm_spec, sources, weight_specs
 from moestro.models.spec import Container, Model, Weights
 from moestro.nn.latent_attention import LatentAttention, QueryLora
 from moestro.nn.linear import Linear
@@ -33,16 +26,13 @@ _LORA_EPS = 1e-6
 
 def latent_weights(config: LatentConfig, container: Container) -> list[WeightSpec]:
     """Every weight of the model, in execution order."""
-    hidden = config.hidden_size
-    shape = config.num_experts, config.moe_intermediate_size, hidden
 
     def attention(layer: int) -> list[WeightSpec]:
         return [*_query_specs(config, layer), *_row_specs(config, layer)]
 
-    def feed_forward(layer: int) -> list[WeightSpec]:
-        if layer in config.dense_layers:
-            return [mlp_spec(layer, "mlp", "dense", (config.intermediate_size, hidden), "mlp")]
-        specs = [router_spec(layer, (config.num_experts, hidden), "mlp.gate")]
+    def sparse(layer: int) -> list[WeightSpec]:
+        router, experts = router_and_experts(config, layer)
+        specs = [router]
         if config.scoring == "sigmoid":
             specs.append(
                 WeightSpec(
@@ -54,19 +44,15 @@ def latent_weights(config: LatentConfig, container: Container) -> list[WeightSpe
                     layer=layer,
                 )
             )
-        specs.append(
-            routed_experts_spec(
-                layer, shape, hf="mlp.experts", gate="gate_proj", up="up_proj", down="down_proj"
-            )
-        )
+        specs.append(experts)
         if config.shared_intermediate_size:
-            shared = config.shared_intermediate_size, hidden
+            shared = config.shared_intermediate_size, config.hidden_size
             specs.append(
                 mlp_spec(layer, "shared_expert", "shared", shared, "mlp.shared_experts", "_shexp")
             )
         return specs
 
-    return weight_specs(config, container, feed_forward, attention=attention)
+    return weight_specs(config, container, dense_or(config, sparse), attention=attention)
 
 
 def _matrix(
