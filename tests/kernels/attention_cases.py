@@ -17,6 +17,8 @@ from moestro.ops.reference import ReferenceOps
 OPS = CpuOps()
 ORACLE = ReferenceOps(torch.float64)
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+#: (slot, first position, end position) runs
+Parts = Sequence[tuple[int, int, int]]
 #: over bfloat16 caches these multiply bfloat16 pairs: queries and probabilities are rounded too
 PAIR_ISAS = frozenset({"avx512_bf16", "amx"})
 
@@ -38,40 +40,19 @@ def unwritten_cache(
     return cache
 
 
-class Case:
-    """Sequences of the given lengths in a shuffled page pool whose unwritten places are NaN."""
+class PagedSequences:
+    """Sequences of the given lengths in a shuffled page pool, and batches of their tokens."""
 
-    def __init__(
-        self,
-        lengths: Sequence[int],
-        *,
-        heads: int = 4,
-        kv_heads: int = 2,
-        head_dim: int = 32,
-        page_size: int = 16,
-        dtype: torch.dtype = torch.float32,
-        window: int = 0,
-        softcap: float = 0.0,
-        sinks: float | None = None,
-    ) -> None:
-        self.lengths, self.heads, self.head_dim, self.window = lengths, heads, head_dim, window
-        self.softcap = softcap
-        random = torch.Generator().manual_seed(sum(lengths) + head_dim)
+    def __init__(self, lengths: Sequence[int], page_size: int, random: torch.Generator) -> None:
+        self.lengths = lengths
         self.pages_per_slot = max(-(-n // page_size) for n in lengths)
-        pages = self.pages_per_slot * len(lengths)
-        self.page_table = torch.randperm(pages, generator=random).int().view(len(lengths), -1)
-        self.cache = unwritten_cache(
-            pages=pages, page_size=page_size, kv_heads=kv_heads, head_dim=head_dim, dtype=dtype
-        )
-        tokens, width = sum(lengths), kv_heads * head_dim
-        self.k = torch.randn(tokens, width, generator=random)
-        self.v = torch.randn(tokens, width, generator=random)
-        self.q = torch.randn(min(tokens, 512), heads * head_dim, generator=random) * 2
+        self.pages = self.pages_per_slot * len(lengths)
+        self.page_table = torch.randperm(self.pages, generator=random).int().view(len(lengths), -1)
         self.first_row = [0, *itertools.accumulate(lengths)]
-        self.sinks = None if sinks is None else sinks + torch.randn(heads, generator=random)
 
-    def batch(self, parts: Sequence[tuple[int, int, int]]) -> tuple[Batch, list[int]]:
-        """A batch of (slot, first position, end position) runs, and the rows of q, k, v in it."""
+    def batch(self, parts: Parts) -> tuple[Batch, list[int]]:
+        """A batch of (slot, first position, end position) runs, and their rows, counted over
+        all sequences."""
         rows = [self.first_row[slot] + p for slot, first, end in parts for p in range(first, end)]
         batch = Batch.allocate(
             tokens=len(rows),
@@ -88,6 +69,36 @@ class Case:
     def whole(self) -> list[tuple[int, int, int]]:
         return [(slot, 0, n) for slot, n in enumerate(self.lengths)]
 
+
+class Case(PagedSequences):
+    """Sequences in a cache whose unwritten places are NaN."""
+
+    def __init__(
+        self,
+        lengths: Sequence[int],
+        *,
+        heads: int = 4,
+        kv_heads: int = 2,
+        head_dim: int = 32,
+        page_size: int = 16,
+        dtype: torch.dtype = torch.float32,
+        window: int = 0,
+        softcap: float = 0.0,
+        sinks: float | None = None,
+    ) -> None:
+        random = torch.Generator().manual_seed(sum(lengths) + head_dim)
+        super().__init__(lengths, page_size, random)
+        self.heads, self.head_dim, self.window, self.softcap = heads, head_dim, window, softcap
+        self.cache = unwritten_cache(
+            pages=self.pages, page_size=page_size, kv_heads=kv_heads, head_dim=head_dim,
+            dtype=dtype,
+        )  # fmt: skip
+        tokens, width = sum(lengths), kv_heads * head_dim
+        self.k = torch.randn(tokens, width, generator=random)
+        self.v = torch.randn(tokens, width, generator=random)
+        self.q = torch.randn(min(tokens, 512), heads * head_dim, generator=random) * 2
+        self.sinks = None if sinks is None else sinks + torch.randn(heads, generator=random)
+
     def queries(self, rows: Sequence[int]) -> Tensor:
         return self.q[[row % len(self.q) for row in rows]]
 
@@ -97,7 +108,7 @@ class Case:
 
     def attend(
         self,
-        parts: Sequence[tuple[int, int, int]] | None = None,
+        parts: Parts | None = None,
         ops: CpuOps | ReferenceOps = OPS,
         q: Tensor | None = None,
     ) -> Tensor:

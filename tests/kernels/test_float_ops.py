@@ -7,6 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
+from packed_cases import rows_of
 from torch import Tensor
 
 from moestro import _core as core
@@ -21,10 +22,6 @@ EXTREMES += [-88.73, 104.0, -104.0, 1e-7, torch.inf, -torch.inf, torch.nan]
 
 OPS = CpuOps()
 ORACLE = ReferenceOps(torch.float64)
-
-
-def live(n: int) -> Tensor:
-    return torch.tensor([n], dtype=torch.int32)
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:
@@ -66,7 +63,7 @@ def test_exp_is_within_one_ulp_and_the_same_everywhere():
 
     def run() -> Tensor:
         y = x.clone()
-        core.exp(None, y, live(1))
+        core.exp(None, y, rows_of(1))
         return y
 
     found = require_same_on_all(run).double().numpy()
@@ -81,7 +78,7 @@ def test_exp_is_within_one_ulp_and_the_same_everywhere():
 
 def test_exp_at_the_edges():
     x = torch.tensor([[-torch.inf, torch.inf, torch.nan, 0.0, -0.0, 1e30, -1e30, -104.0, 1e-45]])
-    core.exp(None, x, live(1))
+    core.exp(None, x, rows_of(1))
     assert x[0, [0, 1, 3, 4, 5, 6, 7, 8]].tolist() == [0, torch.inf, 1, 1, torch.inf, 0, 0, 1]
     assert x[0, 2].isnan()
 
@@ -90,12 +87,12 @@ def test_exp_at_the_edges():
 def test_silu_mul_and_sigmoid(width: int):
     gate, up = normal(3, width, seed=1), normal(3, width, seed=2)
     mine, oracle = torch.empty_like(gate), torch.empty_like(gate)
-    OPS.silu_mul(gate, up, mine, live(3))
-    ORACLE.silu_mul(gate, up, oracle, live(3))
+    OPS.silu_mul(gate, up, mine, rows_of(3))
+    ORACLE.silu_mul(gate, up, oracle, rows_of(3))
     torch.testing.assert_close(mine, oracle, rtol=5e-7, atol=1e-35)
     mine, oracle = gate.clone(), gate.clone()
-    OPS.sigmoid(mine, live(3))
-    ORACLE.sigmoid(oracle, live(3))
+    OPS.sigmoid(mine, rows_of(3))
+    ORACLE.sigmoid(oracle, rows_of(3))
     torch.testing.assert_close(mine, oracle, rtol=5e-7, atol=0)
 
 
@@ -106,12 +103,12 @@ def test_elementwise_bits(width: int, make: Callable[..., Tensor]):
 
     def silu_mul() -> Tensor:
         out = torch.empty_like(gate)
-        OPS.silu_mul(gate, up, out, live(5))
+        OPS.silu_mul(gate, up, out, rows_of(5))
         return out
 
     def sigmoid() -> Tensor:
         x = gate.clone()
-        OPS.sigmoid(x, live(5))
+        OPS.sigmoid(x, rows_of(5))
         return x
 
     require_same_on_all(silu_mul)
@@ -122,7 +119,7 @@ def test_silu_is_finite_for_finite_numbers():
     finite = [x for x in EXTREMES if abs(x) < torch.inf]
     gate = torch.tensor([finite])
     out = torch.empty_like(gate)
-    OPS.silu_mul(gate, torch.ones_like(gate), out, live(1))
+    OPS.silu_mul(gate, torch.ones_like(gate), out, rows_of(1))
     assert out.isfinite().all()
     torch.testing.assert_close(
         out, torch.nn.functional.silu(gate.double()).float(), rtol=1e-6, atol=1e-35
@@ -138,7 +135,7 @@ def test_rmsnorm(width: int, with_residual: bool):
     def run(ops: CpuOps | ReferenceOps) -> Tensor:
         out = torch.zeros_like(x)
         added = None if residual is None else residual.clone()
-        ops.rmsnorm(x, weight, out, live(3), eps=1e-6, residual=added)
+        ops.rmsnorm(x, weight, out, rows_of(3), eps=1e-6, residual=added)
         return out if added is None else torch.cat([out, added])
 
     mine = require_same_on_all(lambda: run(OPS))
@@ -150,8 +147,8 @@ def test_rmsnorm(width: int, with_residual: bool):
 def test_rmsnorm_of_groups_in_place(head_dim: int):
     x, weight = normal(3, 4 * head_dim, seed=8), normal(head_dim, seed=9)
     mine, oracle = x.clone(), x.clone()
-    OPS.rmsnorm(mine, weight, mine, live(3), eps=1e-5, groups=4)
-    ORACLE.rmsnorm(oracle, weight, oracle, live(3), eps=1e-5, groups=4)
+    OPS.rmsnorm(mine, weight, mine, rows_of(3), eps=1e-5, groups=4)
+    ORACLE.rmsnorm(oracle, weight, oracle, rows_of(3), eps=1e-5, groups=4)
     torch.testing.assert_close(mine, oracle, rtol=2e-6, atol=1e-7)
 
 
@@ -171,7 +168,7 @@ def test_rope(head_dim: int, rotary: int, interleaved: bool):
             positions,
             angle.cos(),
             angle.sin(),
-            live(5),
+            rows_of(5),
             heads=heads,
             interleaved=interleaved,
         )
@@ -192,7 +189,7 @@ def test_rope_refuses_positions_before_it_turns_anything(bad: int):
     native.set_threads(2)
     before = x.clone()
     with pytest.raises(InvalidRequest, match=rf"position {bad} of row 2 is outside 0\.\.7"):
-        OPS.rope(x, positions, table, table, live(3), heads=1)
+        OPS.rope(x, positions, table, table, rows_of(3), heads=1)
     assert torch.equal(x, before)
 
 
@@ -201,11 +198,11 @@ def test_gather_rows(width: int):
     x = normal(9, width, seed=14)
     indices = torch.tensor([8, 0, 3, 3, 100], dtype=torch.int32)
     out = torch.zeros(5, width)
-    OPS.gather_rows(x, indices, out, live(4))
+    OPS.gather_rows(x, indices, out, rows_of(4))
     assert torch.equal(out[:4], x[[8, 0, 3, 3]])
     assert not out[4].any()
     with pytest.raises(InvalidRequest, match=r"index 100 of row 4 is outside 0\.\.8"):
-        OPS.gather_rows(x, indices, out, live(5))
+        OPS.gather_rows(x, indices, out, rows_of(5))
 
 
 def route(
@@ -213,7 +210,7 @@ def route(
 ) -> tuple[Tensor, Tensor]:
     ids = torch.zeros(logits.shape[0], top_k, dtype=torch.int32)
     weights = torch.zeros(logits.shape[0], top_k)
-    ops.route(logits, ids, weights, live(logits.shape[0]), normalize=normalize)
+    ops.route(logits, ids, weights, rows_of(logits.shape[0]), normalize=normalize)
     return ids, weights
 
 
@@ -260,33 +257,33 @@ def test_route_refuses_more_than_there_are():
 def test_rows_beyond_the_live_ones_are_untouched():
     x = normal(4, 40, seed=16)
     out = torch.full_like(x, 7.0)
-    OPS.silu_mul(x, x, out, live(2))
+    OPS.silu_mul(x, x, out, rows_of(2))
     assert (out[2:] == 7).all()
     assert not (out[:2] == 7).any()
-    OPS.silu_mul(x, x, out, live(0))
+    OPS.silu_mul(x, x, out, rows_of(0))
     with pytest.raises(InvalidRequest, match=r"row count 5 is outside 0\.\.4"):
-        OPS.silu_mul(x, x, out, live(5))
+        OPS.silu_mul(x, x, out, rows_of(5))
     with pytest.raises(InvalidRequest, match="row count -1"):
-        OPS.sigmoid(x, live(-1))
+        OPS.sigmoid(x, rows_of(-1))
 
 
 def test_shapes_are_checked():
     x = normal(4, 8)
     with pytest.raises(InvalidRequest, match="silu_mul: width is 7, expected 8"):
-        OPS.silu_mul(x, x, torch.zeros(4, 7), live(1))
+        OPS.silu_mul(x, x, torch.zeros(4, 7), rows_of(1))
     with pytest.raises(InvalidRequest, match="rmsnorm: groups 3 does not divide 8"):
-        OPS.rmsnorm(x, torch.ones(8), x, live(1), eps=1e-6, groups=3)
+        OPS.rmsnorm(x, torch.ones(8), x, rows_of(1), eps=1e-6, groups=3)
     with pytest.raises(InvalidRequest, match="rope: 10 rotary channels exceed head_dim 8"):
-        OPS.rope(x, torch.zeros(4).int(), torch.ones(3, 5), torch.ones(3, 5), live(1), heads=1)
+        OPS.rope(x, torch.zeros(4).int(), torch.ones(3, 5), torch.ones(3, 5), rows_of(1), heads=1)
     with pytest.raises(InvalidRequest, match="gather_rows: out width"):
-        OPS.gather_rows(x, torch.zeros(4).int(), torch.zeros(4, 9), live(1))
+        OPS.gather_rows(x, torch.zeros(4).int(), torch.zeros(4, 9), rows_of(1))
 
 
 def test_nothing_is_converted_to_fit():
     x = normal(4, 8)
     with pytest.raises(TypeError):  # not contiguous: the result would land in a copy
-        OPS.sigmoid(torch.zeros(4, 16)[:, ::2], live(4))
+        OPS.sigmoid(torch.zeros(4, 16)[:, ::2], rows_of(4))
     with pytest.raises(TypeError):
-        OPS.sigmoid(x.double(), live(4))
+        OPS.sigmoid(x.double(), rows_of(4))
     with pytest.raises(TypeError):
         OPS.sigmoid(x, torch.tensor([4]))

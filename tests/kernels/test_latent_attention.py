@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import packed_cases
 import pytest
 import torch
+from attention_cases import DTYPES, OPS, ORACLE, PagedSequences, Parts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -19,17 +20,11 @@ from moestro.core.errors import InvalidRequest, UnsupportedOp
 from moestro.devices.cpu.ops import CpuOps
 from moestro.formats.base import PackedWeight
 from moestro.nn.kv_cache import allocate_latent
-from moestro.ops.contracts import Batch
 from moestro.ops.reference import ReferenceOps
 
-OPS = CpuOps()
-ORACLE = ReferenceOps(torch.float64)
-DTYPES = [torch.float32, torch.float16, torch.bfloat16]
-Parts = Sequence[tuple[int, int, int]]
 
-
-class Case:
-    """Sequences of the given lengths in a shuffled page pool whose unwritten places are NaN."""
+class Case(PagedSequences):
+    """Sequences in a cache whose unwritten places are NaN."""
 
     def __init__(
         self,
@@ -42,13 +37,11 @@ class Case:
         page_size: int = 16,
         dtype: torch.dtype = torch.float32,
     ) -> None:
-        self.lengths, self.heads, self.rank, self.rope, self.nope = lengths, heads, rank, rope, nope
         random = torch.Generator().manual_seed(sum(lengths) + heads)
-        self.pages_per_slot = max(-(-n // page_size) for n in lengths)
-        pages = self.pages_per_slot * len(lengths)
-        self.page_table = torch.randperm(pages, generator=random).int().view(len(lengths), -1)
+        super().__init__(lengths, page_size, random)
+        self.heads, self.rank, self.rope, self.nope = heads, rank, rope, nope
         self.cache = allocate_latent(
-            pages=pages, page_size=page_size, rank=rank, rope_dim=rope, dtype=dtype
+            pages=self.pages, page_size=page_size, rank=rank, rope_dim=rope, dtype=dtype
         )
         self.cache.rows.fill_(torch.nan)
         tokens = sum(lengths)
@@ -60,25 +53,6 @@ class Case:
         self.cos, self.sin = angles.cos(), angles.sin()
         # Scores of deviation 2: as queries of that size have over keys of any width.
         self.scale = (rank + rope) ** -0.5
-        self.first_row = [0, *itertools.accumulate(lengths)]
-
-    def batch(self, parts: Parts) -> tuple[Batch, list[int]]:
-        """A batch of (slot, first position, end position) runs, and the rows of q, kv in it."""
-        rows = [self.first_row[slot] + p for slot, first, end in parts for p in range(first, end)]
-        batch = Batch.allocate(
-            tokens=len(rows),
-            slots=len(self.lengths),
-            pages_per_slot=self.pages_per_slot,
-            logits=1,
-        )
-        batch.counts[0] = len(rows)
-        batch.page_table.copy_(self.page_table)
-        batch.positions.copy_(torch.tensor([p for _, a, b in parts for p in range(a, b)]).int())
-        batch.slots.copy_(torch.tensor([s for s, a, b in parts for _ in range(a, b)]).int())
-        return batch, rows
-
-    def whole(self) -> list[tuple[int, int, int]]:
-        return [(slot, 0, n) for slot, n in enumerate(self.lengths)]
 
     def write(self, ops: CpuOps | ReferenceOps = OPS, *, interleaved: bool = True) -> None:
         batch, rows = self.batch(self.whole())

@@ -30,14 +30,6 @@ BLOCKS = {
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
-@pytest.fixture
-def restore():
-    isa, threads = native.isa(), native.threads()
-    yield
-    native.set_isa(isa)
-    native.set_threads(threads)
-
-
 def blocks(source_type: str, rows: int, cols: int, seed: int) -> torch.Tensor:
     """Random checkpoint bytes with finite float16 fields."""
     rng = np.random.default_rng(seed)
@@ -90,7 +82,7 @@ def test_repacked_bytes_are_those_of_the_reference(source_type, rows, cols, seed
 
 
 @pytest.mark.parametrize("source_type", [*FLOATS, *BLOCKS])
-def test_repacking_does_not_depend_on_threads(source_type, restore):
+def test_repacking_does_not_depend_on_threads(source_type):
     format_ = formats.exact_for(source_type)
     raw = blocks(source_type, 70, 6400, 1)
     packed = []
@@ -159,7 +151,7 @@ def test_half_precision_weights_are_read_as_they_are(name, dtype):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_quantizing_does_not_depend_on_instruction_set_or_threads(name, restore):
+def test_quantizing_does_not_depend_on_instruction_set_or_threads(name):
     format_ = formats.get(name)
     x = weights("outliers", 50, 2600, 5)
     importance = torch.rand(2600, generator=torch.Generator().manual_seed(2))

@@ -11,7 +11,7 @@ import weakref
 
 import pytest
 import torch
-from torch import Tensor
+from packed_cases import rows_of
 
 from moestro import native
 from moestro.core.errors import InvalidRequest, UnsupportedOp
@@ -20,17 +20,13 @@ from moestro.devices.cpu.ops import CpuOps
 OPS = CpuOps()
 
 
-def live(n: int) -> Tensor:
-    return torch.tensor([n], dtype=torch.int32)
-
-
 def works() -> bool:
     """One op over enough rows to give every worker some."""
     # Not torch.randn: its generator holds a mutex that a fork in another thread leaves locked.
     x = torch.arange(200.0 * 64).view(200, 64)
     index = torch.arange(200).flip(0).int()
     out = torch.zeros_like(x)
-    OPS.gather_rows(x, index, out, live(200))
+    OPS.gather_rows(x, index, out, rows_of(200))
     return torch.equal(out, x.flip(0))
 
 
@@ -43,15 +39,15 @@ def test_errors_in_workers_reach_the_caller_and_leave_the_team_whole(threads: in
     for _ in range(20):
         # In one task of one worker, and in all workers at once.
         with pytest.raises(InvalidRequest, match="logits of row 70"):
-            OPS.route(logits, ids, weights, live(100), normalize=True)
+            OPS.route(logits, ids, weights, rows_of(100), normalize=True)
         with pytest.raises(InvalidRequest, match="row count 101"):
-            OPS.route(logits, ids, weights, live(101), normalize=True)
+            OPS.route(logits, ids, weights, rows_of(101), normalize=True)
         assert works()
 
 
 def test_an_error_stops_the_program_and_the_next_replay_runs_whole():
     native.set_threads(3)
-    logits, index, rows = torch.zeros(4, 8), torch.zeros(4).int(), live(4)
+    logits, index, rows = torch.zeros(4, 8), torch.zeros(4).int(), rows_of(4)
     ids, weights = torch.zeros(4, 2, dtype=torch.int32), torch.zeros(4, 2)
     out = torch.zeros(4, 2)
     with OPS.record() as program:
@@ -79,7 +75,7 @@ def test_the_thread_count_changes_between_runs():
 
 def test_a_program_reads_its_buffers_when_it_is_replayed():
     x, out = torch.zeros(3, 40), torch.full((3, 40), 9.0)
-    rows = live(0)
+    rows = rows_of(0)
     with OPS.record() as program:
         OPS.silu_mul(x, x, out, rows)
         OPS.sigmoid(out, rows)
@@ -105,7 +101,7 @@ def test_recordings_do_not_nest_and_are_of_one_thread():
     assert seen == [True]
     assert len(program) == 0
     with pytest.raises(InvalidRequest), OPS.record():
-        OPS.silu_mul(torch.zeros(1, 2), torch.zeros(1, 3), torch.zeros(1, 2), live(1))
+        OPS.silu_mul(torch.zeros(1, 2), torch.zeros(1, 3), torch.zeros(1, 2), rows_of(1))
     assert works()
 
 
@@ -113,7 +109,7 @@ def test_a_program_keeps_its_buffers_alive():
     x = torch.zeros(2, 8)
     alive = weakref.ref(x.untyped_storage())
     with OPS.record() as program:
-        OPS.sigmoid(x, live(2))
+        OPS.sigmoid(x, rows_of(2))
     seen = x.numpy()
     del x
     gc.collect()
@@ -130,7 +126,7 @@ def test_replay_from_several_python_threads():
 
     def work(seed: int) -> None:
         x = torch.randn(64, 96, generator=torch.Generator().manual_seed(seed))
-        index, rows = torch.arange(64).flip(0).int(), live(64)
+        index, rows = torch.arange(64).flip(0).int(), rows_of(64)
         middle, out = torch.empty_like(x), torch.empty_like(x)
         with OPS.record() as program:
             OPS.gather_rows(x, index, middle, rows)
