@@ -16,12 +16,11 @@ import json
 import os
 import statistics
 import sys
-import time
 from dataclasses import asdict, dataclass
 
 import torch
 
-from limits import Probes
+from limits import Probes, replay_seconds
 from moestro import native
 from moestro.devices.cpu.ops import CpuOps
 from moestro.nn.kv_cache import allocate_kv, position_nbytes
@@ -104,12 +103,6 @@ class Run:
                 cache, scale = random_cache(shape, pages), shape.head_dim**-0.5
                 ops.attention(q, cache, out, self.batch, heads=shape.heads, scale=scale)
 
-    def seconds(self, repeats: int) -> float:
-        start = time.perf_counter()
-        for _ in range(repeats):
-            self.program.replay()
-        return (time.perf_counter() - start) / repeats
-
 
 def measure(
     shape: Heads, case: tuple[str, int, int], cache_mib: int, probes: Probes, rounds: int
@@ -120,11 +113,11 @@ def measure(
     run = Run(shape, tokens, context, layers)
     pairs = sum(range(context - tokens + 1, context + 1))  # (query, key) pairs under the diagonal
     operations = 4 * pairs * shape.heads * shape.head_dim
-    repeats = max(1, int(0.1 / run.seconds(1)))
+    repeats = max(1, int(0.1 / replay_seconds(run.program, 1)))
     samples: list[tuple[float, ...]] = []
     before = limits(shape.dtype, probes)
     for _ in range(rounds):
-        seconds = run.seconds(repeats) / layers
+        seconds = replay_seconds(run.program, repeats) / layers
         after = limits(shape.dtype, probes)
         read, fma, product = ((x + y) / 2 for x, y in zip(before, after, strict=True))
         rate = operations / seconds

@@ -14,13 +14,12 @@ import json
 import os
 import statistics
 import sys
-import time
 from dataclasses import asdict, dataclass
 
 import torch
 from torch import Tensor
 
-from limits import Probes
+from limits import Probes, replay_seconds
 from moestro import __version__, formats, native
 from moestro.formats.base import Format
 from moestro.memory.arena import aligned_buffer
@@ -71,17 +70,12 @@ def measure(linear: Linear, tokens: int, probes: Probes, rounds: int) -> Row:
     program, count = linear.record(tokens), len(linear.copies)
     peak = probes.peak_of(linear.fmt)
     program.replay()
-    start = time.perf_counter()
-    program.replay()
-    repeats = max(1, int(_SLICE / (time.perf_counter() - start)))
+    repeats = max(1, int(_SLICE / replay_seconds(program, 1)))
     operations = 2 * tokens * linear.rows * linear.cols
     samples: list[tuple[float, float, float]] = []
     read, top = probes.read(), probes.take(peak)
     for _ in range(rounds):
-        start = time.perf_counter()
-        for _ in range(repeats):
-            program.replay()
-        seconds = (time.perf_counter() - start) / repeats / count
+        seconds = replay_seconds(program, repeats) / count
         read_after, top_after = probes.read(), probes.take(peak)
         samples.append(
             (seconds, linear.nbytes / seconds / ((read + read_after) / 2),

@@ -15,13 +15,12 @@ import json
 import os
 import statistics
 import sys
-import time
 from dataclasses import asdict, dataclass
 
 import torch
 from torch import Tensor
 
-from limits import Probes
+from limits import Probes, replay_seconds
 from moestro import __version__, formats, native
 from moestro.memory.expert_bank import BlobLayout
 
@@ -108,19 +107,13 @@ class MoeRun:
             total += ids.unique().numel() * self.layers.part_bytes
         return total
 
-    def seconds(self, repeats: int) -> float:
-        start = time.perf_counter()
-        for _ in range(repeats):
-            self.program.replay()
-        return (time.perf_counter() - start) / repeats
-
 
 def measure(layers: Layers, tokens: int, probes: Probes, rounds: int) -> Row:
     run = layers.record(tokens)
     shape, count = layers.shape, len(layers.banks)
     generator = torch.Generator().manual_seed(tokens)
     run.draw(generator)
-    once = run.seconds(1)
+    once = replay_seconds(run.program, 1)
     repeats = max(1, int(0.1 / once))
     operations = 2 * 3 * tokens * shape.top_k * shape.hidden_size * shape.intermediate_size * count
     samples: list[tuple[float, float, float, float]] = []
@@ -128,7 +121,7 @@ def measure(layers: Layers, tokens: int, probes: Probes, rounds: int) -> Row:
     read, peak = probes.read(), probe()
     for _ in range(rounds):
         nbytes = run.draw(generator)
-        seconds = run.seconds(repeats)
+        seconds = replay_seconds(run.program, repeats)
         read_after, peak_after = probes.read(), probe()
         samples.append(
             (seconds, nbytes / seconds, nbytes / seconds / ((read + read_after) / 2),

@@ -1,13 +1,17 @@
-"""The machine's own limits, measured with the active kernel table beside a benchmark."""
+"""The machine's own limits, measured with the active kernel table beside a benchmark; and how long
+a recorded program takes.
+"""
 
 from __future__ import annotations
 
 import statistics
+import time
 from dataclasses import asdict, dataclass
 
 from moestro import native
 from moestro.formats.base import Format
 from moestro.machine import facts
+from moestro.ops.contracts import Program
 
 READ_BYTES = 1 << 29
 
@@ -82,6 +86,14 @@ class Probes:
             fma_gflop_s=_median(self._fma),
             bf16_gflop_s=_median(self._bf16),
         )
+
+
+def replay_seconds(program: Program, repeats: int) -> float:
+    """Of one replay: the mean of ``repeats``."""
+    start = time.perf_counter()
+    for _ in range(repeats):
+        program.replay()
+    return (time.perf_counter() - start) / repeats
 
 
 def _median(rates: list[float]) -> float | None:
