@@ -4,7 +4,7 @@
 #include <vector>
 
 #include "algo/checks.h"
-#include "isa/vector_table.h"
+#include "isa/dispatch.h"
 
 namespace moestro {
 namespace {
@@ -17,7 +17,7 @@ class WriteLatent final : public Op {
     const int64_t rows = rows_.get(), half = (a_.cache.width - a_.cache.rank) / 2;
     require_writable("write_latent", a_.cache, a_.batch, rows);
     require_indices("write_latent: position", a_.batch.positions, rows, a_.max_positions);
-    const LatentKernels& kernels = vectors().latent;
+    const LatentKernels& kernels = isa().vectors->latent;
     worker.for_tasks(rows, [&](int64_t t) {
       const int64_t position = a_.batch.positions[t];
       const LatentRow row{.kv = a_.kv + t * a_.cache.width,
@@ -136,7 +136,7 @@ class LatentAttention final : public Op {
   }
 
   void walk(Worker& worker, const Walk& walk) const {
-    const LatentKernels& kernels = vectors().latent;
+    const LatentKernels& kernels = isa().vectors->latent;
     const LatentQueries q = queries(walk);
     const LatentCache cache = a_.cache.of(a_.batch.pages_of(walk.token));
     float* packed = reinterpret_cast<float*>(worker.scratch());
@@ -161,7 +161,7 @@ class LatentAttention final : public Op {
         std::upper_bound(walks_.begin(), walks_.end(), unit,
                          [](int64_t value, const Walk& walk) { return value < walk.first_unit; });
     const Walk& walk = *(after - 1);
-    const LatentKernels& kernels = vectors().latent;
+    const LatentKernels& kernels = isa().vectors->latent;
     const LatentQueries q = queries(walk);
     const LatentCache cache = a_.cache.of(a_.batch.pages_of(walk.token));
     float* packed = reinterpret_cast<float*>(worker.scratch());
@@ -172,7 +172,7 @@ class LatentAttention final : public Op {
 
   // Merges a walk's segments of the wave of units first..end-1, and finishes it after its last.
   void join(Worker& worker, int64_t index, int64_t first, int64_t end) const {
-    const LatentKernels& kernels = vectors().latent;
+    const LatentKernels& kernels = isa().vectors->latent;
     const Walk& walk = walks_[static_cast<size_t>(index)];
     const int64_t end_unit = walk.first_unit + walk.segments;
     const LatentQueries q = queries(walk);

@@ -6,7 +6,11 @@
 #include "algo/matrix_kernels.h"
 #include "algo/pack_kernels.h"
 
-constexpr IsaTable make_table(const char* name) {
-  return {name, make_float_kernels(), make_matrix_kernels(), make_attention_kernels(),
-          make_pack_kernels()};
+constexpr IsaTable make_table(const char* name, const VectorTable& vectors) {
+  return {name,
+          make_float_kernels(),
+          make_matrix_kernels(),
+          make_attention_kernels(),
+          make_pack_kernels(),
+          &vectors};
 }

@@ -1,7 +1,6 @@
 #include "algo/router.h"
 
 #include "isa/dispatch.h"
-#include "isa/vector_table.h"
 
 namespace moestro {
 namespace {
@@ -14,7 +13,7 @@ class Route final : public Op {
 
   void run(Worker& worker) override {
     const FloatKernels& floats = isa().floats;
-    const RouteKernel route = vectors().route;
+    const RouteKernel route = isa().vectors->route;
     const RouteRule& rule = a_.rule;
     const bool plain = rule.is_plain_softmax();
     worker.for_tasks(rows_.get(), [&](int64_t t) {

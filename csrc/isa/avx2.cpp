@@ -11,6 +11,6 @@ namespace {
 //
 #include "algo/make_table.h"
 }  // namespace
-constinit const IsaTable k_avx2 = make_table("avx2");
+constinit const IsaTable k_avx2 = make_table("avx2", k_vectors_avx2);
 }  // namespace moestro
 #pragma GCC pop_options

@@ -11,6 +11,6 @@ namespace {
 //
 #include "algo/make_table.h"
 }  // namespace
-constinit const IsaTable k_avx512 = make_table("avx512");
+constinit const IsaTable k_avx512 = make_table("avx512", k_vectors_avx512);
 }  // namespace moestro
 #pragma GCC pop_options

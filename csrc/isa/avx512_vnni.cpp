@@ -11,6 +11,6 @@ namespace {
 //
 #include "algo/make_table.h"
 }  // namespace
-constinit const IsaTable k_avx512_vnni = make_table("avx512_vnni");
+constinit const IsaTable k_avx512_vnni = make_table("avx512_vnni", k_vectors_avx512);
 }  // namespace moestro
 #pragma GCC pop_options

@@ -9,5 +9,5 @@ namespace {
 //
 #include "algo/make_table.h"
 }  // namespace
-constinit const IsaTable k_scalar = make_table("scalar");
+constinit const IsaTable k_scalar = make_table("scalar", k_vectors_scalar);
 }  // namespace moestro

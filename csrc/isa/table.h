@@ -6,6 +6,7 @@
 #include "isa/float_kernels.h"
 #include "isa/matrix_kernels.h"
 #include "isa/pack_kernels.h"
+#include "isa/vector_table.h"
 
 namespace moestro {
 
@@ -15,6 +16,7 @@ struct IsaTable {
   MatrixKernels matrix;
   AttentionKernels attention;
   PackKernels pack;
+  const VectorTable* vectors;  // shared by all tables of the same vector width
 };
 
 #if defined(__x86_64__)

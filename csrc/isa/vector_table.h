@@ -18,7 +18,4 @@ extern const VectorTable k_vectors_avx2;
 extern const VectorTable k_vectors_avx512;
 #endif
 
-// Those of the active kernel table's width.
-const VectorTable& vectors();
-
 }  // namespace moestro

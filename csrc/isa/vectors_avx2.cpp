@@ -1,6 +1,5 @@
 // Pairs of 256-bit vectors.
 #include "isa/prelude.h"
-#include "isa/vector_table.h"
 
 #pragma GCC push_options
 #pragma GCC target("avx2,fma,f16c")

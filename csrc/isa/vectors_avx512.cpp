@@ -1,6 +1,5 @@
 // 512-bit vectors.
 #include "isa/prelude.h"
-#include "isa/vector_table.h"
 
 #pragma GCC push_options
 #pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,f16c")

@@ -1,6 +1,5 @@
 // Plain C++, any machine.
 #include "isa/prelude.h"
-#include "isa/vector_table.h"
 
 namespace moestro {
 namespace {
