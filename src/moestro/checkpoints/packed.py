@@ -15,6 +15,7 @@ that kernels read: loading is reading.
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from typing import Any
 
 from torch import Tensor
 
-from moestro.checkpoints.base import TensorInfo
+from moestro.checkpoints.base import Checkpoint, TensorInfo
 from moestro.checkpoints.files import SourceFile, read_json, show
 from moestro.checkpoints.table import TensorTable, check_disjoint
 from moestro.core.errors import CheckpointError, InvalidRequest, UnsupportedFormat
@@ -200,6 +201,17 @@ def file_digest(path: Path) -> str:
             digest.update(source.read_tensor(start, step).numpy().data)
     finally:
         source.close()
+    return digest.hexdigest()
+
+
+def source_digest(source: Checkpoint) -> str:
+    """BLAKE2b-128 (hex) over the configuration and every tensor's name, type, shape and place."""
+    digest = new_digest()
+    digest.update(json.dumps(dict(source.config), sort_keys=True).encode())
+    for name in sorted(source.names()):
+        info = source.info(name)
+        row = [name, info.dtype, list(info.shape), info.file.name, info.offset, info.nbytes]
+        digest.update(json.dumps(row).encode())
     return digest.hexdigest()
 
 

@@ -20,6 +20,7 @@ from moestro.checkpoints.packed import (
     SHARED_NAME,
     new_digest,
     read_manifest,
+    source_digest,
 )
 from moestro.core.errors import CheckpointError, InvalidRequest, UnsupportedFormat
 from moestro.formats.base import packed_buffer
@@ -305,17 +306,6 @@ def _formats(item: Resolved) -> dict[str, Any]:
         for p in layout.projections
     ]
     return {"blob_nbytes": layout.nbytes, "parts": parts}
-
-
-def source_digest(source: Checkpoint) -> str:
-    """BLAKE2b-128 (hex) over the configuration and every tensor's name, type, shape and place."""
-    digest = new_digest()
-    digest.update(json.dumps(dict(source.config), sort_keys=True).encode())
-    for name in sorted(source.names()):
-        info = source.info(name)
-        row = [name, info.dtype, list(info.shape), info.file.name, info.offset, info.nbytes]
-        digest.update(json.dumps(row).encode())
-    return digest.hexdigest()
 
 
 def _fingerprint(
