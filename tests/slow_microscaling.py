@@ -92,6 +92,14 @@ class TwoLevels:
     scales: list[list[int]]
     factor: float
 
+    @property
+    def cols(self) -> int:
+        return len(self.codes[0])
+
+    @property
+    def channel_groups(self) -> list[int]:
+        return [k // 16 for k in range(self.cols)]
+
     def floats(self) -> Tensor:
         out = []
         for row, line in zip(self.codes, self.scales, strict=True):
@@ -117,6 +125,31 @@ def any_two_levels(rows: int, cols: int, *, seed: int = 0) -> TwoLevels:
     scales = [[rng.randrange(1, 127) for _ in range(-(-cols // 16))] for _ in range(rows)]
     scales[0][0], scales[-1][-1], scales[-1][0] = 0, 1, 126
     return TwoLevels(codes, scales, slow.single(rng.uniform(1e-5, 1e-3)))
+
+
+def quantize_two_levels(weight: Tensor) -> TwoLevels:
+    """To the nearest numbers, the largest of the matrix being 6 times the largest scale."""
+    factor = slow.single(float(weight.abs().max()) / (6 * 448))
+    codes, scales = [], []
+    for row in weight.tolist():
+        line, stored = [], []
+        for at in range(0, len(row), 16):
+            part = row[at : at + 16]
+            top = max(map(abs, part)) / (6 * factor)
+            stored.append(min(range(127), key=lambda byte: abs(slow.e4m3(byte) - top)))
+            step = factor * slow.e4m3(stored[-1]) or 1.0
+            line += [min(range(16), key=lambda code: abs(e2m1(code) - x / step)) for x in part]
+        codes.append(line)
+        scales.append(stored)
+    return TwoLevels(codes, scales, factor)
+
+
+MODELOPT_NVFP4 = {
+    "quant_method": "modelopt",
+    "quant_algo": "NVFP4",
+    "config_groups": {"group_0": {"weights": {"num_bits": 4, "type": "float", "group_size": 16}}},
+    "ignore": ["lm_head"],
+}
 
 
 def compressed_config(*, bits: int):

@@ -1,5 +1,7 @@
 #include "algo/activations.h"
 
+#include <algorithm>
+
 #include "isa/dispatch.h"
 
 namespace moestro {
@@ -14,6 +16,19 @@ ActivationBuffer::ActivationBuffer(const PackedMatrix& weight, int64_t capacity)
            .blocks = weight.blocks(),
            .x = floats ? x_.data() : nullptr,
            .packed = is_float ? nullptr : packed_.data()};
+}
+
+void prepare_row(const float* x, const int32_t* order, int64_t cols, const Activations& act,
+                 int64_t row) {
+  const auto quantize = isa().matrix.quantize;
+  if (order == nullptr) return quantize(x, static_cast<int>(cols), act, row, 0);
+  constexpr int64_t kPiece = 8 * kBlockChannels;
+  float piece[kPiece];
+  for (int64_t first = 0; first < cols; first += kPiece) {
+    const int64_t n = std::min(kPiece, cols - first);
+    for (int64_t i = 0; i < n; ++i) piece[i] = x[order[first + i]];
+    quantize(piece, static_cast<int>(n), act, row, first);
+  }
 }
 
 bool share_activations(const PackedMatrix& a, const PackedMatrix& b) {

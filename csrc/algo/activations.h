@@ -23,6 +23,11 @@ class ActivationBuffer {
   std::vector<ActivationBlock> packed_;
 };
 
+// Prepares a whole row of `cols` channels for a weight; channel j of it is x[order[j]], or x[j]
+// where order is null.
+void prepare_row(const float* x, const int32_t* order, int64_t cols, const Activations& act,
+                 int64_t row);
+
 // True if activations prepared for one of them serve the other too.
 bool share_activations(const PackedMatrix& a, const PackedMatrix& b);
 

@@ -104,6 +104,12 @@ struct Decoder<Int4ZeroLayout> {
 };
 
 template <>
+struct Decoder<Int8ZeroLayout> : Decoder<Int4ZeroLayout> {
+  using Decoder<Int4ZeroLayout>::Decoder;
+  static void codes(const uint8_t* block, U8 codes[8]) { Decoder<Int8Layout>::codes(block, codes); }
+};
+
+template <>
 struct Decoder<Int4MinLayout> {
   F32 scale, low;
   explicit Decoder(const uint8_t* tile)
@@ -160,6 +166,20 @@ template <>
 struct Decoder<TernaryLayout> : Decoder<Int4Layout> {
   using Decoder<Int4Layout>::Decoder;
   static void codes(const uint8_t* block, U8 codes[8]) { pair_codes(block, codes); }
+};
+
+template <>
+struct Decoder<Nvfp4ScaledLayout> {
+  F32 d;  // times the 2^8 that f_load_e4m3_256th leaves out: exact
+  explicit Decoder(const uint8_t* tile)
+      : d(f_mul(f_load(reinterpret_cast<const float*>(tile)), f_set1(256.0f))) {}
+  void scales(const uint8_t* tile, int b, F32 step[2], F32*) const {
+    step[0] = f_mul(f_load_e4m3_256th(tile + 64 + 32 * b), d);
+    step[1] = f_mul(f_load_e4m3_256th(tile + 80 + 32 * b), d);
+  }
+  static void codes(const uint8_t* block, U8 codes[8]) {
+    lut_codes<Nvfp4ScaledLayout>(block, codes);
+  }
 };
 
 template <>

@@ -17,22 +17,36 @@ const float* bias_of(const float* biases, int32_t expert, int64_t rows, int64_t 
 
 ExpertGroup::ExpertGroup(const ExpertArgs& args, int64_t capacity, const ExpertGroup* like)
     : a_(args),
-      like_(like != nullptr && share_activations(like->a_.gate.matrix, args.gate.matrix) ? like
-                                                                                         : nullptr),
+      like_(like != nullptr && !like->ordered() && !ordered() &&
+                    share_activations(like->a_.gate.matrix, args.gate.matrix)
+                ? like
+                : nullptr),
       h_(args.down.matrix, capacity * args.top_k),
       token_(size_t(capacity * args.top_k)),
       weight_(token_.size()),
       next_(size_t(args.experts) + 1) {
-  if (like_ == nullptr) x_ = std::make_unique<ActivationBuffer>(args.gate.matrix, capacity);
+  const int64_t inputs = ordered() ? capacity * args.top_k : capacity;
+  if (like_ == nullptr) x_ = std::make_unique<ActivationBuffer>(args.gate.matrix, inputs);
   if (!share_activations(args.gate.matrix, args.up.matrix))
-    x_up_ = std::make_unique<ActivationBuffer>(args.up.matrix, capacity);
+    x_up_ = std::make_unique<ActivationBuffer>(args.up.matrix, inputs);
   spans_.reserve(size_t(args.experts) + token_.size() / size_t(kChunkTokens) + 1);
 }
 
 void ExpertGroup::quantize(const float* x, int64_t token) {
-  const auto cols = static_cast<int>(a_.gate.matrix.cols);
+  if (ordered()) return;
+  const int64_t cols = a_.gate.matrix.cols;
   for (const auto* buffer : {x_.get(), x_up_.get()})
-    if (buffer != nullptr) isa().matrix.quantize(x + token * cols, cols, buffer->view(), token, 0);
+    if (buffer != nullptr) prepare_row(x + token * cols, nullptr, cols, buffer->view(), token);
+}
+
+void ExpertGroup::quantize_span(const float* x, int64_t index) {
+  const Span& span = spans_[size_t(index)];
+  const int64_t cols = a_.gate.matrix.cols;
+  const int32_t* order = a_.input_orders + span.expert * cols;
+  for (int64_t at = span.first; at < span.first + span.count; ++at)
+    for (const auto* buffer : {x_.get(), x_up_.get()})
+      if (buffer != nullptr)
+        prepare_row(x + token_[size_t(at)] * cols, order, cols, buffer->view(), at);
 }
 
 const uint8_t* ExpertGroup::blob_of(int64_t expert) const {
@@ -67,37 +81,23 @@ void ExpertGroup::group_by_expert(int64_t tokens) {
   }
 }
 
-// Where tile pairs from `pair` on begin in an expert's blob; where its matrix ends if past that.
-const uint8_t* ExpertGroup::pair_of(const ExpertMatrix& m, const uint8_t* blob, int64_t pair) {
-  return blob + m.offset + std::min(2 * pair, m.matrix.row_tiles()) * m.matrix.stride();
+PackedMatrix ExpertGroup::matrix_in(const ExpertMatrix& m, const uint8_t* blob) {
+  PackedMatrix found = m.matrix;
+  found.data = blob + m.offset;
+  return found;
 }
 
-TileJob ExpertGroup::pair_job(const ExpertMatrix& m, const uint8_t* blob, int64_t pair,
-                              const Run& run, const Activations& act, int count, float* out,
-                              std::byte* scratch) {
-  const int64_t n = 2 * pair;
-  TileJob job{};
-  job.tiles = static_cast<int>(std::min<int64_t>(2, m.matrix.row_tiles() - n));
-  job.tile[0] = pair_of(m, blob, pair);
-  job.tile[1] = job.tile[0] + (job.tiles - 1) * m.matrix.stride();
-  job.tile_blocks = m.matrix.tile_blocks;
-  job.tile_bytes = m.matrix.tile_bytes;
-  job.blocks = m.matrix.blocks();
-  job.run_end = run.end;
-  job.run_jump = run.next - run.end;
-  job.act = act;
-  job.m = count;
-  job.out = out;
-  job.scratch = scratch;
-  return job;
+const uint8_t* ExpertGroup::pair_of(const PackedMatrix& m, int64_t pair) {
+  return m.row_tile(std::min(2 * pair, m.row_tiles()));
 }
 
 // One pair of gate or up tiles. Leaves rows of 32 floats even for a lone last tile.
-void ExpertGroup::run_pair(Worker& worker, const ExpertMatrix& m, const Span& span, int64_t pair,
-                           const Run& run, const Activations& act, float* out) const {
-  TileJob job = pair_job(m, span.blob, pair, run, act, span.count, out, worker.scratch());
-  job.rows = token_.data() + span.first;
-  isa().matrix.tiles[static_cast<int>(m.matrix.kind)](job);
+void ExpertGroup::run_pair(Worker& worker, const PackedMatrix& m, const Span& span, int64_t pair,
+                           const TileRun& run, const Activations& act, float* out) const {
+  TileJob job = tile_job(m, 2 * pair, m.row_tiles(), run, ordered() ? act.from(span.first) : act,
+                         span.count, out, worker.scratch());
+  if (!ordered()) job.rows = token_.data() + span.first;
+  isa().matrix.tiles[static_cast<int>(m.kind)](job);
   if (job.tiles == 2) return;
   for (int i = job.m - 1; i >= 0; --i) {
     std::copy_backward(out + i * kTileChannels, out + (i + 1) * kTileChannels,
@@ -112,20 +112,21 @@ void ExpertGroup::gate_up(Worker& worker, int64_t index, int64_t block, int64_t 
   const Span& span = spans_[size_t(index)];
   const auto gate_quantize = isa().matrix.gate_quantize[static_cast<int>(a_.activation)];
   const int64_t size = span.count * kPairChannels;
+  const PackedMatrix gates = matrix_in(a_.gate, span.blob), ups = matrix_in(a_.up, span.blob);
   auto* gate = reinterpret_cast<float*>(worker.scratch() + kTileScratchBytes);
   float* up = gate + kChunkTokens * kPairChannels;
   for (; block < end; block += kChunkTokens / span.count) {
     const int64_t blocks = std::min<int64_t>(end - block, kChunkTokens / span.count);
-    const uint8_t* gate_end = pair_of(a_.gate, span.blob, block + blocks);
-    const Run gates{gate_end, pair_of(a_.up, span.blob, block)};
-    const Run ups{pair_of(a_.up, span.blob, block + blocks), gate_end};
+    const uint8_t* gate_end = pair_of(gates, block + blocks);
+    const TileRun gate_run{gate_end, pair_of(ups, block)};
+    const TileRun up_run{pair_of(ups, block + blocks), gate_end};
     for (int64_t i = 0; i < blocks; ++i)
-      run_pair(worker, a_.gate, span, block + i, gates, gate_input(), gate + i * size);
+      run_pair(worker, gates, span, block + i, gate_run, gate_input(), gate + i * size);
     for (int64_t i = 0; i < blocks; ++i)
-      run_pair(worker, a_.up, span, block + i, ups, up_input(), up + i * size);
+      run_pair(worker, ups, span, block + i, up_run, up_input(), up + i * size);
     for (int64_t i = 0; i < blocks; ++i) {
       const int64_t channel = (block + i) * kPairChannels;
-      const int64_t rows = a_.gate.matrix.rows;
+      const int64_t rows = gates.rows;
       const GateBlock pair{.gate = gate + i * size,
                            .up = up + i * size,
                            .gate_bias = bias_of(a_.gate_bias, span.expert, rows, channel),
@@ -143,20 +144,20 @@ void ExpertGroup::add_experts(Worker& worker, int64_t pair, int64_t pair_end, fl
   const MatrixKernels& kernels = isa().matrix;
   for (size_t s = 0; s < spans_.size(); ++s) {
     const Span& span = spans_[s];
-    const uint8_t* end = pair_of(a_.down, span.blob, pair_end);
-    const Run run{end, s + 1 < spans_.size() ? pair_of(a_.down, spans_[s + 1].blob, pair) : end};
+    const PackedMatrix down = matrix_in(a_.down, span.blob);
+    TileRun run{pair_of(down, pair_end), pair_of(down, pair_end)};
+    if (s + 1 < spans_.size()) run.next = pair_of(matrix_in(a_.down, spans_[s + 1].blob), pair);
     const Activations act = h_.view().from(span.first);
     for (int64_t p = pair; p < pair_end; ++p) {
       const TileJob job =
-          pair_job(a_.down, span.blob, p, run, act, span.count, result, worker.scratch());
-      kernels.tiles[static_cast<int>(a_.down.matrix.kind)](job);
+          tile_job(down, 2 * p, down.row_tiles(), run, act, span.count, result, worker.scratch());
+      kernels.tiles[static_cast<int>(down.kind)](job);
       const int64_t channel = p * kPairChannels;
       const int64_t width = job.tiles * kTileChannels;
-      kernels.combine(result, width, span.count,
-                      static_cast<int>(std::min(width, a_.down.matrix.rows - channel)),
-                      bias_of(a_.down_bias, span.expert, a_.down.matrix.rows, channel),
-                      weight_.data() + span.first, token_.data() + span.first,
-                      sums + channel - pair * kPairChannels, ld);
+      kernels.combine(
+          result, width, span.count, static_cast<int>(std::min(width, down.rows - channel)),
+          bias_of(a_.down_bias, span.expert, down.rows, channel), weight_.data() + span.first,
+          token_.data() + span.first, sums + channel - pair * kPairChannels, ld);
     }
   }
 }

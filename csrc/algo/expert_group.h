@@ -7,6 +7,7 @@
 
 #include "algo/activations.h"
 #include "algo/moe.h"
+#include "algo/tile_job.h"
 #include "core/team.h"
 #include "isa/matrix_kernels.h"
 
@@ -31,6 +32,10 @@ class ExpertGroup {
   // Phase 1: which tokens each expert has, and each token's activations.
   void group_by_expert(int64_t tokens);
   void quantize(const float* x, int64_t token);
+  // After that, where experts want the channels in orders of their own: the activations of one
+  // span.
+  void quantize_span(const float* x, int64_t span);
+  int64_t ordered_spans() const { return ordered() ? spans() : 0; }
 
   // Phase 2: h of intermediate channels of blocks [block, end), 32 each, for one span.
   void gate_up(Worker& worker, int64_t span, int64_t block, int64_t end);
@@ -50,18 +55,15 @@ class ExpertGroup {
     int32_t first;
     int32_t count;
   };
-  // Weights that a worker reads in order: where they end, and where those it reads next begin.
-  struct Run {
-    const uint8_t* end;
-    const uint8_t* next;
-  };
 
+  // Rows of prepared activations are then those of entries, in expert order, and not of tokens.
+  bool ordered() const { return a_.input_orders != nullptr; }
   const uint8_t* blob_of(int64_t expert) const;
-  static const uint8_t* pair_of(const ExpertMatrix& m, const uint8_t* blob, int64_t pair);
-  static TileJob pair_job(const ExpertMatrix& m, const uint8_t* blob, int64_t pair, const Run& run,
-                          const Activations& act, int count, float* out, std::byte* scratch);
-  void run_pair(Worker& worker, const ExpertMatrix& m, const Span& span, int64_t pair,
-                const Run& run, const Activations& act, float* out) const;
+  static PackedMatrix matrix_in(const ExpertMatrix& m, const uint8_t* blob);
+  // Where tile pairs from `pair` on begin; where the matrix ends if past that.
+  static const uint8_t* pair_of(const PackedMatrix& m, int64_t pair);
+  void run_pair(Worker& worker, const PackedMatrix& m, const Span& span, int64_t pair,
+                const TileRun& run, const Activations& act, float* out) const;
   const Activations& gate_input() const {
     return like_ != nullptr ? like_->gate_input() : x_->view();
   }

@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "algo/activations.h"
+#include "algo/tile_job.h"
 #include "isa/dispatch.h"
 
 namespace moestro {
@@ -18,10 +19,8 @@ class Linear final : public Op {
 
   void run(Worker& worker) override {
     const int64_t tokens = rows_.get();
-    const MatrixKernels& kernels = isa().matrix;
     worker.for_tasks(tokens, [&](int64_t t) {
-      kernels.quantize(a_.x + t * a_.weight.cols, static_cast<int>(a_.weight.cols), act_.view(), t,
-                       0);
+      prepare_row(a_.x + t * a_.weight.cols, a_.input_order, a_.weight.cols, act_.view(), t);
     });
     const int64_t chunks = (tokens + kChunkTokens - 1) / kChunkTokens;
     const Slice pairs = worker.slice((a_.weight.row_tiles() + 1) / 2);
@@ -47,20 +46,9 @@ class Linear final : public Op {
     auto* out = reinterpret_cast<float*>(worker.scratch() + kTileScratchBytes);
     for (; pair < pair_end; ++pair) {
       const int64_t n = 2 * pair;
-      TileJob job{};
-      job.tiles = static_cast<int>(std::min<int64_t>(2, a_.weight.row_tiles() - n));
-      job.tile[0] = a_.weight.row_tile(n);
-      job.tile[1] = a_.weight.row_tile(n + job.tiles - 1);
-      job.tile_blocks = a_.weight.tile_blocks;
-      job.tile_bytes = a_.weight.tile_bytes;
-      job.blocks = a_.weight.blocks();
-      job.run_end = a_.weight.data + a_.weight.nbytes();
-      job.run_jump = a_.weight.data - job.run_end;
-      job.act = act_.view();
+      TileJob job = tile_job(a_.weight, n, a_.weight.row_tiles(), whole_run(a_.weight), act_.view(),
+                             m, out, worker.scratch());
       job.rows = index;
-      job.m = m;
-      job.out = out;
-      job.scratch = worker.scratch();
       tiles(job);
       store(out, job.tiles * kTileChannels, index, m, n * kTileChannels);
     }

@@ -12,9 +12,10 @@ namespace moestro {
 struct LinearArgs {
   const float* x;  // [T, cols]
   PackedMatrix weight;
-  float* out;         // [T, rows]
-  const float* bias;  // [rows] or null
-  bool accumulate;    // add to out
+  const int32_t* input_order;  // [cols] or null: column j of the weight meets x[input_order[j]]
+  float* out;                  // [T, rows]
+  const float* bias;           // [rows] or null
+  bool accumulate;             // add to out
 };
 std::unique_ptr<Op> make_linear(const LinearArgs& args, Rows rows);
 

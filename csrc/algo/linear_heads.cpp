@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "algo/tile_job.h"
 #include "isa/dispatch.h"
 
 namespace moestro {
@@ -37,25 +38,17 @@ class LinearHeads final : public Op {
     const bool is_float = layout_facts(a_.weight.kind).is_float;
     std::byte* act = worker.scratch() + kTileScratchBytes;
     auto* out = reinterpret_cast<float*>(act + kActivationBytes);
-    TileJob job{};
-    job.act = {.kind = a_.weight.kind,
-               .blocks = a_.weight.blocks(),
-               .x = is_float ? reinterpret_cast<float*>(act) : nullptr,
-               .packed = is_float ? nullptr : reinterpret_cast<ActivationBlock*>(act)};
+    const Activations view{.kind = a_.weight.kind,
+                           .blocks = a_.weight.blocks(),
+                           .x = is_float ? reinterpret_cast<float*>(act) : nullptr,
+                           .packed = is_float ? nullptr : reinterpret_cast<ActivationBlock*>(act)};
     for (int64_t i = 0; i < tokens; ++i)
       kernels.quantize(a_.x + ((token + i) * a_.heads + head) * a_.x_width,
-                       static_cast<int>(a_.weight.cols), job.act, i, 0);
-    job.tile_blocks = a_.weight.tile_blocks;
-    job.tile_bytes = a_.weight.tile_bytes;
-    job.blocks = a_.weight.blocks();
-    job.m = static_cast<int>(tokens);
-    job.out = out;
-    job.scratch = worker.scratch();
+                       static_cast<int>(a_.weight.cols), view, i, 0);
     const int64_t tiles = channels_ / kTileChannels, first = head * tiles;
-    for (int64_t tile = 0; tile < tiles; tile += job.tiles) {
-      job.tiles = static_cast<int>(std::min<int64_t>(2, tiles - tile));
-      job.tile[0] = a_.weight.row_tile(first + tile);
-      job.tile[1] = a_.weight.row_tile(first + tile + job.tiles - 1);
+    for (int64_t tile = 0; tile < tiles; tile += 2) {
+      const TileJob job = tile_job(a_.weight, first + tile, first + tiles, whole_run(a_.weight),
+                                   view, tokens, out, worker.scratch());
       kernels.tiles[static_cast<int>(a_.weight.kind)](job);
       const int64_t width = job.tiles * kTileChannels;
       for (int64_t i = 0; i < tokens; ++i)

@@ -1,5 +1,6 @@
 // One call per layer on the resident team, three phases:
-//   1. group (token, slot) pairs by expert, and quantize each token's activations once;
+//   1. group (token, slot) pairs by expert, and quantize each token's activations once (or, after
+//      that, once for each of its experts where these want the channels in orders of their own);
 //   2. gate and up of 32 intermediate channels per step, activation function, re-quantization -> h;
 //   3. down: a task owns output channels and walks the experts in ascending id, those that every
 //      token passes last, adding weight x result into the tokens' rows. So every sum has one order,
@@ -30,6 +31,7 @@ class Moe final : public Op {
     for (const ExpertArgs& group : args.groups)
       groups_.push_back(std::make_unique<ExpertGroup>(
           group, rows.capacity(), groups_.empty() ? nullptr : groups_.front().get()));
+    for (const ExpertArgs& group : args.groups) has_orders_ |= group.input_orders != nullptr;
   }
 
   void run(Worker& worker) override {
@@ -43,11 +45,22 @@ class Moe final : public Op {
         }
       }
     });
+    if (has_orders_) quantize_spans(worker);
     gate_up(worker);
     down(worker, tokens);
   }
 
  private:
+  void quantize_spans(Worker& worker) {
+    int64_t total = 0;
+    for (const auto& group : groups_) total += group->ordered_spans();
+    worker.for_tasks(total, [&](int64_t task) {
+      size_t g = 0;
+      for (; task >= groups_[g]->ordered_spans(); ++g) task -= groups_[g]->ordered_spans();
+      groups_[g]->quantize_span(a_.x, task);
+    });
+  }
+
   // Phase 2 as one sequence of steps: all blocks of this node's slice, span by span, group by
   // group.
   void gate_up(Worker& worker) {
@@ -109,6 +122,7 @@ class Moe final : public Op {
   MoeArgs a_;
   Rows rows_;
   std::vector<std::unique_ptr<ExpertGroup>> groups_;
+  bool has_orders_ = false;
 };
 
 }  // namespace

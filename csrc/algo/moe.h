@@ -25,6 +25,8 @@ struct ExpertArgs {
   const int64_t* pointers;  // [experts] address of each blob, 0 if it is not in memory
   int64_t experts;
   ExpertMatrix gate, up, down;
+  // [experts, hidden] or null: column j of an expert's gate and up meets x[order[j]].
+  const int32_t* input_orders;
   const float* gate_bias;  // [experts, intermediate] or null
   const float* up_bias;    // [experts, intermediate] or null
   const float* down_bias;  // [experts, hidden] or null

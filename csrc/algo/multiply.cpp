@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "algo/activations.h"
+#include "algo/tile_job.h"
 
 namespace moestro {
 
@@ -23,19 +24,8 @@ void multiply_by(const IsaTable& table, const PackedMatrix& weight, const float*
   const std::unique_ptr<Line[]> scratch(new Line[kTileScratchBytes / sizeof(Line)]);
   std::vector<float> result(size_t(tokens * 2 * kTileChannels));
   for (int64_t n = 0; n < weight.row_tiles(); n += 2) {
-    TileJob job{};
-    job.tiles = static_cast<int>(std::min<int64_t>(2, weight.row_tiles() - n));
-    job.tile[0] = weight.row_tile(n);
-    job.tile[1] = weight.row_tile(n + job.tiles - 1);
-    job.tile_blocks = weight.tile_blocks;
-    job.tile_bytes = weight.tile_bytes;
-    job.blocks = weight.blocks();
-    job.run_end = weight.data + weight.nbytes();
-    job.run_jump = weight.data - job.run_end;
-    job.act = act;
-    job.m = static_cast<int>(tokens);
-    job.out = result.data();
-    job.scratch = scratch[0].bytes;
+    const TileJob job = tile_job(weight, n, weight.row_tiles(), whole_run(weight), act, tokens,
+                                 result.data(), scratch[0].bytes);
     kernels.tiles[static_cast<int>(weight.kind)](job);
     const int64_t width = job.tiles * kTileChannels, channel = n * kTileChannels;
     for (int64_t t = 0; t < tokens; ++t)

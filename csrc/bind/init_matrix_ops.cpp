@@ -19,18 +19,24 @@ PackedMatrix bind_matrix(const char* what, const std::string& format, const Byte
 }
 
 void linear(BoundProgram* program, Floats2 x, const std::string& format, Bytes1 data, int64_t n,
-            int64_t k, Floats2 out, Ints1 rows, std::optional<Floats1> bias, bool accumulate) {
+            int64_t k, Floats2 out, Ints1 rows, std::optional<Floats1> bias,
+            std::optional<Ints1> input_order, bool accumulate) {
   const PackedMatrix weight = bind_matrix("linear: weight bytes", format, data, n, k);
   require_size("linear: x width", x.shape(1), k);
   require_size("linear: out width", out.shape(1), n);
   require_size("linear: out rows", out.shape(0), x.shape(0));
   if (bias) require_size("linear: bias size", bias->shape(0), n);
-  const LinearArgs args{.x = x.data(),
-                        .weight = weight,
-                        .out = out.data(),
-                        .bias = bias ? bias->data() : nullptr,
-                        .accumulate = accumulate};
-  submit(program, make_linear(args, make_rows(rows, x.shape(0))), x, data, out, rows, bias);
+  const char* order_name = "linear: input_order";
+  if (input_order) require_size(order_name, input_order->shape(0), k);
+  const LinearArgs args{
+      .x = x.data(),
+      .weight = weight,
+      .input_order = input_order ? bind_order(order_name, input_order->data(), k, k) : nullptr,
+      .out = out.data(),
+      .bias = bias ? bias->data() : nullptr,
+      .accumulate = accumulate};
+  submit(program, make_linear(args, make_rows(rows, x.shape(0))), x, data, out, rows, bias,
+         input_order);
 }
 
 void linear_heads(BoundProgram* program, Floats2 x, const std::string& format, Bytes1 data,
@@ -92,7 +98,7 @@ void init_matrix_ops(nb::module_& m) {
   m.def("linear", &linear, nb::arg("program").none(), nb::arg("x").noconvert(), nb::arg("format"),
         nb::arg("data").noconvert(), nb::arg("n"), nb::arg("k"), nb::arg("out").noconvert(),
         nb::arg("rows").noconvert(), nb::kw_only(), nb::arg("bias").noconvert().none() = nb::none(),
-        nb::arg("accumulate") = false);
+        nb::arg("input_order").noconvert().none() = nb::none(), nb::arg("accumulate") = false);
   m.def("multiply", &multiply, nb::arg("isa"), nb::arg("x").noconvert(), nb::arg("format"),
         nb::arg("data").noconvert(), nb::arg("n"), nb::arg("k"), nb::arg("out").noconvert(),
         "linear by the kernels of a named instruction set, in the calling thread.");

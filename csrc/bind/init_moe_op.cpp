@@ -19,6 +19,7 @@ struct ExpertTable {
   std::vector<MatrixTuple> projections;
   std::string activation;
   std::optional<Floats2> gate_bias, up_bias, down_bias;
+  std::optional<Ints2> input_orders;
 };
 
 ExpertMatrix bind_expert(const MatrixTuple& t) {
@@ -44,6 +45,7 @@ ExpertArgs bind_table(const ExpertTable& t, int64_t rows, int64_t hidden) {
                   .gate = bind_expert(t.projections[0]),
                   .up = bind_expert(t.projections[1]),
                   .down = bind_expert(t.projections[2]),
+                  .input_orders = nullptr,
                   .gate_bias = nullptr,
                   .up_bias = nullptr,
                   .down_bias = nullptr,
@@ -60,19 +62,26 @@ ExpertArgs bind_table(const ExpertTable& t, int64_t rows, int64_t hidden) {
   args.gate_bias = bind_bias("gate_bias", t.gate_bias, args.experts, intermediate);
   args.up_bias = bind_bias("up_bias", t.up_bias, args.experts, intermediate);
   args.down_bias = bind_bias("down_bias", t.down_bias, args.experts, hidden);
+  if (t.input_orders) {
+    require_size("moe: input_orders experts", t.input_orders->shape(0), args.experts);
+    require_size("moe: input_orders channels", t.input_orders->shape(1), hidden);
+    args.input_orders =
+        bind_order("moe: input_orders", t.input_orders->data(), args.experts * hidden, hidden);
+  }
   return args;
 }
 
 void moe(BoundProgram* program, Floats2 x, Ints2 ids, Floats2 weights, Longs1 pointers,
          std::vector<MatrixTuple> projections, std::string activation, Floats2 out, Ints1 rows,
          std::optional<Floats2> gate_bias, std::optional<Floats2> up_bias,
-         std::optional<Floats2> down_bias, std::optional<ExpertTable> shared, bool accumulate) {
+         std::optional<Floats2> down_bias, std::optional<Ints2> input_orders,
+         std::optional<ExpertTable> shared, bool accumulate) {
   const int64_t hidden = x.shape(1);
   require_size("moe: out width", out.shape(1), hidden);
   require_size("moe: out rows", out.shape(0), x.shape(0));
   const ExpertTable routed{
-      ids,       weights, pointers, std::move(projections), std::move(activation),
-      gate_bias, up_bias, down_bias};
+      ids,     weights,   pointers,    std::move(projections), std::move(activation), gate_bias,
+      up_bias, down_bias, input_orders};
   MoeArgs args{
       .x = x.data(), .hidden = hidden, .groups = {}, .out = out.data(), .accumulate = accumulate};
   args.groups.push_back(bind_table(routed, x.shape(0), hidden));
@@ -90,24 +99,32 @@ void init_moe_op(nb::module_& m) {
           [](ExpertTable* t, Ints2 ids, Floats2 weights, Longs1 pointers,
              std::vector<MatrixTuple> projections, std::string activation,
              std::optional<Floats2> gate_bias, std::optional<Floats2> up_bias,
-             std::optional<Floats2> down_bias) {
-            new (t) ExpertTable{
-                ids,       weights, pointers, std::move(projections), std::move(activation),
-                gate_bias, up_bias, down_bias};
+             std::optional<Floats2> down_bias, std::optional<Ints2> input_orders) {
+            new (t) ExpertTable{ids,
+                                weights,
+                                pointers,
+                                std::move(projections),
+                                std::move(activation),
+                                gate_bias,
+                                up_bias,
+                                down_bias,
+                                input_orders};
           },
           nb::arg("ids").noconvert(), nb::arg("weights").noconvert(),
           nb::arg("pointers").noconvert(), nb::arg("projections"), nb::arg("activation"),
           nb::kw_only(), nb::arg("gate_bias").noconvert().none() = nb::none(),
           nb::arg("up_bias").noconvert().none() = nb::none(),
-          nb::arg("down_bias").noconvert().none() = nb::none());
+          nb::arg("down_bias").noconvert().none() = nb::none(),
+          nb::arg("input_orders").noconvert().none() = nb::none());
   m.def("moe", &moe, nb::arg("program").none(), nb::arg("x").noconvert(),
         nb::arg("ids").noconvert(), nb::arg("weights").noconvert(), nb::arg("pointers").noconvert(),
         nb::arg("projections"), nb::arg("activation"), nb::arg("out").noconvert(),
         nb::arg("rows").noconvert(), nb::kw_only(),
         nb::arg("gate_bias").noconvert().none() = nb::none(),
         nb::arg("up_bias").noconvert().none() = nb::none(),
-        nb::arg("down_bias").noconvert().none() = nb::none(), nb::arg("shared").none() = nb::none(),
-        nb::arg("accumulate") = false);
+        nb::arg("down_bias").noconvert().none() = nb::none(),
+        nb::arg("input_orders").noconvert().none() = nb::none(),
+        nb::arg("shared").none() = nb::none(), nb::arg("accumulate") = false);
 }
 
 }  // namespace moestro

@@ -48,6 +48,16 @@ inline void require_size(const char* what, int64_t found, int64_t wanted) {
                                std::to_string(wanted));
 }
 
+// An order of `cols` input channels as kernels follow it: `count` indices, every one in range.
+inline const int32_t* bind_order(const char* what, const int32_t* order, int64_t count,
+                                 int64_t cols) {
+  for (int64_t i = 0; i < count; ++i)
+    require(order[i] >= 0 && order[i] < cols, std::string(what) + " names channel " +
+                                                  std::to_string(order[i]) + " of " +
+                                                  std::to_string(cols));
+  return order;
+}
+
 inline Rows make_rows(const Ints1& rows, int64_t capacity) {
   require(rows.shape(0) >= 1, "rows must hold one int32");
   return Rows(rows.data(), capacity);

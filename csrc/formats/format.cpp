@@ -121,6 +121,9 @@ float element(FormatKind kind, const uint8_t* tile, int b, int k, int c) {
   switch (kind) {
     case FormatKind::kInt8:
       return half_at(tile, c) * static_cast<float>(block[k / 4 * 64 + c * 4 + k % 4] - 128);
+    case FormatKind::kInt8Zero:
+      return half_at(tile, c) *
+             static_cast<float>(block[k / 4 * 64 + c * 4 + k % 4] - tile[32 + c]);
     case FormatKind::kInt4:
       return half_at(tile, c) * static_cast<float>(nibble(block, k, c) - 8);
     case FormatKind::kInt4Zero:
@@ -141,6 +144,12 @@ float element(FormatKind kind, const uint8_t* tile, int b, int k, int c) {
              static_cast<float>(Nvfp4Layout::kValues[nibble(block, k, c)]);
     case FormatKind::kTernary:
       return half_at(tile, c) * static_cast<float>(pair_bits(block, k, c) - 1);
+    case FormatKind::kNvfp4Scaled: {
+      float d;
+      std::memcpy(&d, tile + 4 * c, 4);
+      return d * e4m3_to_f32(tile[64 + (2 * b + k / 16) * 16 + c]) *
+             static_cast<float>(Nvfp4ScaledLayout::kValues[nibble(block, k, c)]);
+    }
     case FormatKind::kK2:
       return k2_element(tile, b, k, c, pair_bits(block, k, c));
     case FormatKind::kK3:

@@ -7,6 +7,7 @@
 //             bf16: at (k / 2) * 32 + c * 2 + k % 2
 //   fp8       f32 scale[16]; e4m3 byte (k, c) at k * 16 + c; scale * e4m3
 //   int8      f16 scale[16]; code (k, c) at (k / 4) * 64 + c * 4 + k % 4; scale * (u8 - 128)
+//   int8z     f16 scale[16], u8 zero[16]; as int8; scale * (u8 - zero)
 //   int4      f16 scale[16]; nibbles; scale * (u4 - 8)
 //   int4z     f16 scale[16], u8 zero[16]; nibbles; scale * (u4 - zero)
 //   int4m     f16 scale[16], f16 min[16]; nibbles; scale * u4 + min
@@ -16,6 +17,7 @@
 //   mxfp4     u8 e[16]; nibbles; 2^(e - 128) * kValues[u4]                           (OCP MXFP4)
 //   nvfp4     u8 e4m3[4][16]; nibbles; e4m3[k / 16] / 2 * kValues[u4], 0x7f being 480 (ggml NVFP4)
 //   ternary   f16 scale[16]; pair plane; scale * (u2 - 1)                (ggml TQ1_0 and TQ2_0)
+//   nvfp4s    f32 d[16], e4m3 sc[8][16]; nibbles; d * sc[k / 16] * kValues[u4]     (NVIDIA NVFP4)
 //   k2        f16 d[16], f16 dmin[16], u8 (sc | m << 4)[16][16]; pair plane;
 //             d * sc[k / 16] * u2 - dmin * m[k / 16]                                 (ggml Q2_K)
 //   k3        f16 d[16], u8 low[8][16], u8 high[4][16]; pair plane, bit plane;
@@ -48,6 +50,12 @@ struct Int8Layout {
   static constexpr int kHeader = 32, kBlock = 512, kTileBlocks = 0;
   static constexpr int kBits = 8, kSteps = 1, kZero = 128;
   static constexpr bool kMin = false;
+};
+struct Int8ZeroLayout {
+  static constexpr bool kFloat = false;
+  static constexpr int kHeader = 48, kBlock = 512, kTileBlocks = 0;
+  static constexpr int kBits = 8, kSteps = 1, kZero = 0;
+  static constexpr bool kMin = true;
 };
 struct Int4Layout {
   static constexpr bool kFloat = false;
@@ -98,6 +106,13 @@ struct Mxfp4Layout {
 struct Nvfp4Layout {
   static constexpr bool kFloat = false;
   static constexpr int kHeader = 64, kBlock = 256, kTileBlocks = 2;
+  static constexpr int kBits = 6, kSteps = 2, kZero = 12;
+  static constexpr bool kMin = false;
+  static constexpr const int8_t (&kValues)[16] = Mxfp4Layout::kValues;
+};
+struct Nvfp4ScaledLayout {
+  static constexpr bool kFloat = false;
+  static constexpr int kHeader = 192, kBlock = 256, kTileBlocks = 4;
   static constexpr int kBits = 6, kSteps = 2, kZero = 12;
   static constexpr bool kMin = false;
   static constexpr const int8_t (&kValues)[16] = Mxfp4Layout::kValues;
@@ -181,6 +196,7 @@ static_assert(Int4Layout::kHeader + Int4Layout::kBlock == 288);
 static_assert(Mxfp4Layout::kHeader + Mxfp4Layout::kBlock == 272);
 static_assert(Nvfp4Layout::kHeader + 2 * Nvfp4Layout::kBlock == 576);
 static_assert(TernaryLayout::kHeader + 8 * TernaryLayout::kBlock == 1056);
+static_assert(Nvfp4ScaledLayout::kHeader + 4 * Nvfp4ScaledLayout::kBlock == 1216);
 static_assert(K2Layout::kHeader + 8 * K2Layout::kBlock == 1344);
 static_assert(K3Layout::kHeader + 8 * K3Layout::kBlock == 1760);
 static_assert(K4Layout::kHeader + 8 * K4Layout::kBlock == 2368);

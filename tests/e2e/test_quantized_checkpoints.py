@@ -18,10 +18,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+import slow_microscaling as mx
 import slow_quantizers as slow
 from moestro import LLM, SamplingParams, models
 from moestro.checkpoints import open_checkpoint
-from moestro.core.errors import CheckpointError
+from moestro.core.errors import CheckpointError, UnsupportedFormat
 from moestro.memory.convert import convert
 from moestro.models import Model
 
@@ -34,7 +35,11 @@ SIZES: dict[str, dict[str, Any]] = {
                   "max_position_embeddings": 512},
 }  # fmt: skip
 QUANTIZED = re.compile(r".*(_proj|\.w[123])\.weight$")
+EXPERT = re.compile(r"model\.layers\.(\d+)\..*experts\.(?:(\d+)\.)?(\w+?)(?:\.weight)?$")
 IDS = torch.randint(101, (40,), generator=torch.Generator().manual_seed(5)).tolist()
+
+
+Stored = slow.Quantized | slow.Floats8 | mx.TwoLevels
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +50,7 @@ class Method:
     """
 
     declared: dict[str, Any]
-    store: Callable[[str, Tensor], tuple[slow.Quantized | slow.Floats8, dict[str, Tensor]] | None]
+    store: Callable[[str, Tensor], tuple[Stored, dict[str, Tensor]] | None]
     is_float: bool = False
 
 
@@ -72,6 +77,18 @@ def mixed_gptq() -> Method:
         return (down if re.match(r".*(down_proj|w2)", name) else rest).store(name, weight)
 
     return Method(declared={**rest.declared, "dynamic": dynamic}, store=store)
+
+
+def gptq_shuffled(bits: int, group: int, symmetric: bool) -> Method:
+    """In activation order, which is that of the input: gate and up of an expert have the same."""
+
+    def store(name: str, weight: Tensor):
+        seed = re.sub(r"gate_proj|up_proj|w[13]", "gate and up", name)
+        q = slow.quantize_shuffled(weight, seed, bits=bits, group=group, symmetric=symmetric)
+        return q, slow.gptq(q)
+
+    config = slow.gptq_config(bits=bits, group=group, symmetric=symmetric) | {"desc_act": True}
+    return Method(declared=config, store=store)
 
 
 def awq(group: int) -> Method:
@@ -118,6 +135,14 @@ def grouped_compressed() -> Method:
     return Method(declared={**config, "config_groups": groups}, store=store)
 
 
+def nvfp4() -> Method:
+    def store(name: str, weight: Tensor):
+        q = mx.quantize_two_levels(weight)
+        return q, q.tensors("weight", "weight_scale_2", q.factor)
+
+    return Method(declared=mx.MODELOPT_NVFP4, store=store)
+
+
 def fp8(block: tuple[int, int] | None) -> Method:
     declared: dict[str, Any] = {"quant_method": "fp8", "fmt": "e4m3"}
     declared["weight_block_size"] = list(block) if block else None
@@ -156,7 +181,10 @@ METHODS: dict[str, Method] = {
     "gptq-4-asym-64-v1": gptq(4, 64, False, 1),
     "gptq-4-asym-32-v2": gptq(4, 32, False, 2),
     "gptq-4-row": gptq(4, -1, True, 1, desc_act=True),
+    "gptq-4-shuffled": gptq_shuffled(4, 32, False),
+    "gptq-8-shuffled": gptq_shuffled(8, 32, True),
     "gptq-8-128": gptq(8, 128, True, 2),
+    "gptq-8-asym-64": gptq(8, 64, False, 1),
     "gptq-mixed": mixed_gptq(),
     "awq-32": awq(32),
     "awq-row": awq(-1),
@@ -165,6 +193,7 @@ METHODS: dict[str, Method] = {
     "compressed-8-row": compressed(8, -1, True),
     "compressed-groups": grouped_compressed(),
     "compressed-floats": float_channels(),
+    "nvfp4": nvfp4(),
     "fp8-block": fp8((128, 128)),
     "fp8-small-block": fp8((16, 32)),
     "fp8-tensor": fp8(None),
@@ -175,7 +204,8 @@ METHODS: dict[str, Method] = {
 class Written:
     """A quantized checkpoint on disk and transformers' logits on its decoded weights.
 
-    rounded: with the inputs of quantized matrices rounded to 8 bits, as the kernels do.
+    rounded: with the inputs of quantized matrices rounded to 8 bits, as the kernels do, each 32
+    channels that lie side by side once they are in the order of their groups.
     """
 
     path: Path
@@ -201,7 +231,7 @@ def write(family: str, method: Method, folder: Path) -> Written:
     decoded = tiny_models.write_safetensors(model, folder / "decoded")
     tensors = load_file(decoded / "model.safetensors")
     stored: dict[str, Tensor] = {}
-    quantized: set[str] = set()
+    orders: dict[str, list[int]] = {}
     for name, weight in list(tensors.items()):
         kept = method.store(name, weight) if QUANTIZED.match(name) else None
         if kept is None:
@@ -209,8 +239,8 @@ def write(family: str, method: Method, folder: Path) -> Written:
             continue
         q, parts = kept
         tensors[name] = q.floats()
-        if isinstance(q, slow.Quantized):
-            quantized.add("experts" if "experts" in name else name)
+        if not isinstance(q, slow.Floats8):
+            orders[input_of(name)] = sorted(range(q.cols), key=q.channel_groups.__getitem__)
         stored |= {f"{name.removesuffix('.weight')}.{part}": t for part, t in parts.items()}
     save_file(tensors, decoded / "model.safetensors", metadata={"format": "pt"})
     path = folder / "quantized"
@@ -223,32 +253,46 @@ def write(family: str, method: Method, folder: Path) -> Written:
     reference = AutoModelForCausalLM.from_pretrained(
         decoded, attn_implementation="eager", experts_implementation="eager"
     ).float()
-    expected, rounded = reference_logits(reference.eval(), quantized)
+    expected, rounded = reference_logits(reference.eval(), orders)
     return Written(path, expected, rounded)
 
 
-def round_activations(x: Tensor) -> Tensor:
-    """To signed 8-bit codes, each 32 channels of a token by a scale of their own."""
-    blocks = x.reshape(*x.shape[:-1], -1, 32)
+def input_of(name: str, expert: int = 0) -> str:
+    """A name for the input of a matrix, the same for an expert's tensors as for one of the stacked
+    parameters that transformers makes of them.
+    """
+    found = EXPERT.match(name)
+    if found is None:
+        return name
+    layer, number, projection = found.groups()
+    which = "down" if projection in ("down_proj", "w2") else "gate and up"
+    return f"layer {layer}, expert {number or expert}: {which}"
+
+
+def round_activations(x: Tensor, order: list[int]) -> Tensor:
+    """To signed 8-bit codes, each 32 channels of a token in that order by a scale of their own."""
+    blocks = x[..., order].reshape(*x.shape[:-1], -1, 32)
     scale = blocks.abs().amax(-1, keepdim=True) / 127
     codes = torch.where(scale > 0, blocks / scale, 0.0).round()
-    return (codes * scale).reshape(x.shape)
+    rounded = torch.empty_like(x)
+    rounded[..., order] = (codes * scale).reshape(x.shape)
+    return rounded
 
 
-def reference_logits(model: PreTrainedModel, quantized: set[str]) -> tuple[Tensor, Tensor]:
-    """Logits as they are, and with the inputs of ``quantized`` matrices rounded."""
+def reference_logits(model: PreTrainedModel, orders: dict[str, list[int]]) -> tuple[Tensor, Tensor]:
+    """Logits as they are, and with the inputs rounded that have an order."""
     stored = {
-        weight.untyped_storage().data_ptr()
+        matrix.data_ptr(): orders[input_of(name, expert)]
         for name, weight in model.named_parameters()
-        if name in quantized or ("experts." in name and "experts" in quantized)
+        for expert, matrix in enumerate(weight if weight.dim() == 3 else [weight])
+        if input_of(name, expert) in orders
     }
-    linear, calls = torch.nn.functional.linear, 0
+    linear, met = torch.nn.functional.linear, set[int]()
 
     def rounding(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        nonlocal calls
-        if weight.untyped_storage().data_ptr() in stored:
-            calls += 1
-            x = round_activations(x)
+        if weight.data_ptr() in stored:
+            met.add(weight.data_ptr())
+            x = round_activations(x, stored[weight.data_ptr()])
         return linear(x, weight, bias)
 
     ids = torch.tensor([IDS])
@@ -257,7 +301,7 @@ def reference_logits(model: PreTrainedModel, quantized: set[str]) -> tuple[Tenso
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(torch.nn.functional, "linear", rounding)
             rounded = model(ids).logits[0]
-    assert calls >= len(stored)
+    assert met == stored.keys() and len(met) == len(orders)
     return expected, rounded
 
 
@@ -313,9 +357,19 @@ def test_kernels_differ_by_the_rounding_of_activations_alone(
     assert errors.max() <= 0.05
 
 
-@pytest.mark.parametrize("method", ["gptq-4-asym-64-v1", "awq-32", "compressed-groups"])
+@pytest.mark.parametrize(
+    ("method", "held_in"),
+    [
+        ("gptq-4-asym-64-v1", {"int4z-g64"}),
+        ("gptq-4-shuffled", {"int4z-g32"}),
+        ("gptq-8-asym-64", {"int8z-g64"}),
+        ("awq-32", {"int4z-g32"}),
+        ("compressed-groups", {"int4z-g32"}),
+        ("nvfp4", {"nvfp4s"}),
+    ],
+)
 def test_a_converted_model_has_the_same_weights(
-    method: str, written: Callable[[str, str], Written], tmp_path: Path
+    method: str, held_in: set[str], written: Callable[[str, str], Written], tmp_path: Path
 ):
     made = written("qwen3_moe", method)
     with open_checkpoint(made.path) as source:
@@ -323,7 +377,8 @@ def test_a_converted_model_has_the_same_weights(
     quantized = [w for w in report.weights if re.search("experts|mlp|_proj", w.key)]
     assert len(quantized) > 8
     assert all(weight.relative_error == 0 for weight in quantized)
-    assert {w.format for w in quantized if "experts" in w.key} <= {"int4z-g32", "int4z-g64"}
+    experts = [w for w in quantized if "experts" in w.key and not w.key.endswith("input_order")]
+    assert {w.format for w in experts} == held_in
     direct, packed = (
         model_logits.sequence_logits(
             model_logits.load(path, device="reference", formats=formats), IDS
@@ -334,6 +389,23 @@ def test_a_converted_model_has_the_same_weights(
         )
     )
     assert torch.equal(direct, packed)
+
+
+def test_gate_and_up_in_different_orders_are_refused(
+    written: Callable[[str, str], Written], tmp_path: Path
+):
+    made = written("mixtral", "gptq-4-shuffled")
+    tensors = load_file(made.path / "model.safetensors")
+    name = "model.layers.1.block_sparse_moe.experts.2.w3.g_idx"
+    tensors[name] = tensors[name].roll(1)
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text((made.path / "config.json").read_text())
+    with pytest.raises(
+        UnsupportedFormat, match=r"layers\.1\.experts: gate and up of expert 2 .*--format"
+    ):
+        model_logits.load(tmp_path, device="reference")
+    # In another format there is no order to follow.
+    model_logits.load(tmp_path, device="reference", formats="experts=f32")
 
 
 def test_a_missing_expert_is_named(written: Callable[[str, str], Written], tmp_path: Path):

@@ -45,14 +45,27 @@ PackedMatrix matrix(const std::string& format, int64_t rows, int64_t cols,
   return m;
 }
 
+// An order of `cols` channels for each of `count` inputs: descending, each from another one on.
+std::vector<int32_t> orders(int64_t count, int64_t cols) {
+  std::vector<int32_t> found;
+  for (int64_t i = 0; i < count; ++i)
+    for (int64_t k = cols; k > 0; --k) found.push_back(static_cast<int32_t>((k + i) % cols));
+  return found;
+}
+
 std::vector<float> linear(const std::string& format, int32_t tokens) {
   std::vector<uint8_t> data;
   const PackedMatrix weight = matrix(format, kRows, kCols, data, 7);
   const auto x = floats(tokens * kCols, 8), bias = floats(kRows, 9);
+  const auto order = orders(1, kCols);
   auto out = floats(tokens * kRows, 10);
-  const auto op = make_linear(
-      {.x = x.data(), .weight = weight, .out = out.data(), .bias = bias.data(), .accumulate = true},
-      Rows(&tokens, tokens));
+  const auto op = make_linear({.x = x.data(),
+                               .weight = weight,
+                               .input_order = tokens % 2 == 0 ? order.data() : nullptr,
+                               .out = out.data(),
+                               .bias = bias.data(),
+                               .accumulate = true},
+                              Rows(&tokens, tokens));
   run_op(*op);
   return out;
 }
@@ -84,13 +97,17 @@ std::vector<float> moe(const std::string& format, int32_t tokens, Activation act
                            .gate = {up, 0},
                            .up = {up, part},
                            .down = {down, 2 * part},
+                           .input_orders = nullptr,
                            .gate_bias = inner_bias.data(),
                            .up_bias = inner_bias.data(),
                            .down_bias = bias.data(),
                            .activation = activation};
+  const auto order = orders(kExperts, kHidden);
+  ExpertArgs ordered = experts;
+  ordered.input_orders = order.data();
   const auto op = make_moe({.x = x.data(),
                             .hidden = kHidden,
-                            .groups = {experts},
+                            .groups = {experts, ordered},
                             .out = out.data(),
                             .accumulate = false},
                            Rows(&tokens, tokens));

@@ -78,7 +78,7 @@ class Scheme:
         if self.indexed:
             return self.element.upper()
         if self.element == "e2m1":
-            return "NVFP4" if self.factor else "mxfp4"
+            return "nvfp4s" if self.factor else "mxfp4"
         group = f"g{self.kernel_group}" if self.kernel_group else "row"
         if self.element == "e4m3":
             return f"fp8-{group}"

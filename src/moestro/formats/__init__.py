@@ -15,6 +15,7 @@ from moestro.formats import (
     lattice,
     lut4,
     nvfp4,
+    nvfp4s,
     ternary,
 )
 from moestro.formats.base import Format
@@ -28,8 +29,8 @@ _FORMATS: Registry[Format] = Registry("format", UnsupportedFormat)
 _EXACT: dict[str, Format] = {}
 
 _FAMILIES = (
-    float_formats, fp8, int8, int5, int4, lut4, nvfp4, kquant_affine, kquant_symmetric, lattice,
-    ternary,
+    float_formats, fp8, int8, int5, int4, lut4, nvfp4, nvfp4s, kquant_affine, kquant_symmetric,
+    lattice, ternary,
 )  # fmt: skip
 for _family in _FAMILIES:
     for _format in _family.FORMATS:

@@ -117,13 +117,20 @@ class Format(ABC):
         at once.
         """
 
-    def pack_codes(self, codes: Tensor, scales: Tensor, zeros: Tensor | None = None) -> Tensor:
+    def pack_codes(
+        self,
+        codes: Tensor,
+        scales: Tensor,
+        zeros: Tensor | None = None,
+        factors: Tensor | None = None,
+    ) -> Tensor:
         """Pack a weight that is quantized already, without loss -> uint8 [nbytes].
 
         codes: uint8 [N, K]. scales: float32 [N, G], one per ``group(K)`` input channels. zeros:
-        uint8 [N, G], for formats with zero points and only for them. The value is
-        ``scale * (code - zero)``. Raises UnsupportedFormat for a format without codes and for
-        scales that it cannot hold exactly, CheckpointError for scales that are not finite.
+        uint8 [N, G], for formats with zero points and only for them. factors: float32 [N], for
+        formats with two levels of scales. The value is ``factor * scale * (code - zero)``. Raises
+        UnsupportedFormat for a format without codes and for scales that it cannot hold exactly,
+        CheckpointError for scales that are not finite.
         """
         raise UnsupportedFormat(f"format {self.name} does not hold integer codes with scales")
 
@@ -169,17 +176,35 @@ def require_finite(values: Tensor, name: str = "") -> None:
         raise CheckpointError(f"{prefix}{bad} of {values.numel()} weights are not finite")
 
 
+def require_permutations(orders: Tensor, shape: tuple[int, ...], name: str) -> None:
+    """Raise CheckpointError unless ``orders`` is int32 of that shape and each of its rows holds
+    every number below their length once.
+    """
+    right = orders.dtype == torch.int32 and tuple(orders.shape) == shape
+    if not right or not bool((orders.sort(-1).values == torch.arange(shape[-1])).all()):
+        raise CheckpointError(
+            f"{name}: the order of the input channels should be int32 {list(shape)} with each "
+            f"channel once, but is {str(orders.dtype).removeprefix('torch.')} {list(orders.shape)}"
+        )
+
+
 @dataclass(frozen=True)
 class PackedWeight:
-    """A weight matrix [rows, cols] packed in one format. ``data`` is uint8, 1-D, contiguous."""
+    """A weight matrix [rows, cols] packed in one format. ``data`` is uint8, 1-D, contiguous.
+
+    input_order: see ``ops.operands.Packed``; a permutation of the columns.
+    """
 
     format: Format = field(repr=False)
     rows: int
     cols: int
     data: Tensor = field(repr=False)
     name: str = "weight"
+    input_order: Tensor | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
+        if self.input_order is not None:
+            require_permutations(self.input_order, (self.cols,), self.name)
         want = self.format.nbytes(self.rows, self.cols)
         if self.data.dtype != torch.uint8 or self.data.numel() != want:
             raise CheckpointError(
@@ -196,5 +221,10 @@ class PackedWeight:
         return self.data.numel()
 
     def unpack(self) -> Tensor:
-        """Decoded float32 [rows, cols]."""
-        return self.format.unpack(self.data, self.rows, self.cols)
+        """Decoded float32 [rows, cols], columns in the order of the input."""
+        values = self.format.unpack(self.data, self.rows, self.cols)
+        if self.input_order is None:
+            return values
+        ordered = torch.empty_like(values)
+        ordered[:, self.input_order.long()] = values
+        return ordered

@@ -1,12 +1,13 @@
-"""8-bit integers with a float16 scale per group or per row: value = scale * (code - 128)."""
+"""8-bit integers with a float16 scale per group or per row: symmetric, or with zero point."""
 
 from __future__ import annotations
 
 import numpy as np
 from torch import Tensor
 
+from moestro.core.errors import UnsupportedFormat
 from moestro.formats.base import LANES
-from moestro.formats.search import fit_symmetric, round_codes
+from moestro.formats.search import fit_symmetric, fit_zero_point, reciprocal, round_codes
 from moestro.formats.tiles import (
     BLOCK,
     Bytes,
@@ -21,6 +22,8 @@ from moestro.formats.tiles import (
     f16_values,
     finite_f16,
     halves,
+    lane_bytes,
+    lane_values,
     lanes_to_quads,
     quads_to_lanes,
 )
@@ -28,13 +31,16 @@ from moestro.formats.tiles import (
 _HEADER = 2 * LANES
 _BLOCK_NBYTES = LANES * BLOCK
 _LEVELS = tuple(float(-n) for n in range(128, 120, -1))
+_SPREAD = tuple(float(n) for n in range(248, 256))
 
 
 class Int8Format(TiledFormat):
-    """Tile: 16 float16 scales, then per 32 channels 512 B, byte ``(k//4)*64 + c*4 + k%4``."""
+    """value = scale * (code - 128). Tile: 16 float16 scales, then per 32 channels 512 B, byte
+    ``(k//4)*64 + c*4 + k%4``.
+    """
 
     code_max = 255
-    code_middle = 128
+    code_middle: int | None = 128
 
     def __init__(self, group_size: int) -> None:
         self.name = f"int8-g{group_size}" if group_size else "int8-row"
@@ -75,4 +81,48 @@ class Int8Format(TiledFormat):
         return assemble([f16_bytes(scale)], quads_to_lanes(codes))
 
 
-FORMATS = tuple(Int8Format(group) for group in (32, 64, 128, 0))
+class Int8ZeroFormat(Int8Format):
+    """value = scale * (code - zero). Tile: 16 float16 scales, 16 zero points 0..255, the codes."""
+
+    code_middle = None
+
+    def __init__(self, group_size: int) -> None:
+        self.name = f"int8z-g{group_size}"
+        self.group_size = group_size
+
+    def tile_nbytes(self, cols: int) -> int:
+        return super().tile_nbytes(cols) + LANES
+
+    def pack_rows(self, x: Tensor, importance: Tensor | None) -> Bytes:
+        n, k = x.shape
+        group = self.group(k)
+        grouped = x.view(n, k // group, group)
+        w = None if importance is None else importance.view(k // group, group)
+        scale, zero = fit_zero_point(grouped, w, hi=255, levels=_SPREAD)
+        codes = (grouped * reciprocal(scale)).round_().add_(zero).clamp_(0, 255)
+        return self.code_rows(
+            byte_codes(codes).reshape(n, k), halves(scale), byte_codes(zero.squeeze(-1))
+        )
+
+    def repack_rows(self, source_type: str, raw: Bytes) -> Bytes:
+        raise self.refuse(source_type)
+
+    def code_rows(self, codes: Bytes, scale: Scales, zeros: Bytes | None) -> Bytes:
+        if zeros is None:
+            raise UnsupportedFormat(f"format {self.name} needs zero points")
+        blocks = codes.reshape(codes.shape[0], -1, BLOCK)
+        return assemble([f16_bytes(scale), lane_bytes(zeros, 1)], quads_to_lanes(blocks))
+
+    def unpack_rows(self, tiles: Bytes) -> Floats:
+        header = _HEADER + LANES
+        scale = f16_values(tiles[:, :, :_HEADER])
+        zero = lane_values(tiles[:, :, _HEADER:header], 1).astype(np.float32)
+        codes = lanes_to_quads(code_blocks(tiles, header, _BLOCK_NBYTES)).astype(np.float32)
+        values = codes.reshape(*scale.shape, -1) - zero[..., None]
+        return (values * scale[..., None]).reshape(scale.shape[0], -1)
+
+
+FORMATS = (
+    *(Int8Format(group) for group in (32, 64, 128, 0)),
+    *(Int8ZeroFormat(group) for group in (32, 64, 128)),
+)

@@ -172,7 +172,15 @@ class TiledFormat(Format):
         """float32 scales in the type that the format keeps them in, of the same values."""
         return half_scales(scales, self.name)
 
-    def pack_codes(self, codes: Tensor, scales: Tensor, zeros: Tensor | None = None) -> Tensor:
+    def pack_codes(
+        self,
+        codes: Tensor,
+        scales: Tensor,
+        zeros: Tensor | None = None,
+        factors: Tensor | None = None,
+    ) -> Tensor:
+        if factors is not None:
+            raise UnsupportedFormat(f"format {self.name} has one level of scales")
         rows, cols = codes.shape
         group, padded = self.group(cols), self.padded_cols(cols)
         per_row = (rows, padded // group)

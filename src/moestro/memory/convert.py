@@ -24,6 +24,7 @@ from moestro.checkpoints.packed import (
 )
 from moestro.core.errors import CheckpointError, InvalidRequest, UnsupportedFormat
 from moestro.formats.base import packed_buffer
+from moestro.memory.input_orders import with_orders
 from moestro.memory.packed_writer import PackedWriter, Sink
 from moestro.memory.packing import ErrorSum, Importance, Packer
 from moestro.memory.policy import FormatPolicy
@@ -101,7 +102,7 @@ def convert(
         raise InvalidRequest(f"{source.path} is packed already; convert the model it was made from")
     devices.get("cpu")  # its thread team packs
     policy = policy or FormatPolicy.for_conversion()
-    sources = resolve(source, specs, policy)
+    sources = with_orders(source, resolve(source, specs, policy))
     files = _plan_files(sources)
     writer = PackedWriter(out_dir, _fingerprint(source, sources, importance))
     if writer.already_done():

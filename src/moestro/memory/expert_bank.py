@@ -15,7 +15,7 @@ from torch import Tensor
 from moestro import formats
 from moestro.core.errors import CheckpointError, InvalidRequest
 from moestro.core.units import format_bytes
-from moestro.formats.base import PackedWeight, round_up
+from moestro.formats.base import PackedWeight, require_permutations, round_up
 from moestro.memory.arena import aligned_buffer
 from moestro.memory.numa import Stored, spread
 from moestro.ops.contracts import ExpertBiases, Ops, Projection, SharedExperts
@@ -80,7 +80,7 @@ class ExpertBank:
 
     ``buffer`` is uint8 [E * blob nbytes], 4096-aligned; without one the bank takes zeroed memory of
     its own, whose pages come from the NUMA nodes that read them. Views handed out share it.
-    ``biases`` lie beside it: they are small, and every tier needs them.
+    ``biases`` and ``input_orders`` lie beside it: they are small, and every tier needs them.
     """
 
     def __init__(
@@ -102,6 +102,7 @@ class ExpertBank:
         self.layout = layout
         self.activation = activation
         self.biases: ExpertBiases | None = None
+        self.input_orders: Tensor | None = None
         self.name = name
         self.num_experts = num_experts
         self.pointers = self.buffer.data_ptr() + layout.nbytes * torch.arange(
@@ -130,6 +131,14 @@ class ExpertBank:
                 )
         self.biases = biases
 
+    def set_input_orders(self, orders: Tensor) -> None:
+        """int32 [E, hidden]: the order in which each expert's gate and up have the input channels.
+        Raises CheckpointError unless each is a permutation.
+        """
+        shape = (self.num_experts, self.projections[0].cols)
+        require_permutations(orders, shape, self.name)
+        self.input_orders = orders
+
     def blob(self, index: int) -> Tensor:
         """One expert's bytes, uint8 [layout.nbytes], as a view."""
         if not 0 <= index < self.num_experts:
@@ -145,12 +154,14 @@ class ExpertBank:
     def _part(self, index: int, which: int) -> PackedWeight:
         part = self.projections[which]
         start, stop = self.layout.part_range(which)
+        orders = self.input_orders if which < 2 else None
         return PackedWeight(
             format=formats.get(part.format_name),
             rows=part.rows,
             cols=part.cols,
             data=self.blob(index)[start:stop],
             name=f"{self.name}.{index}.{PROJECTION_NAMES[which]}",
+            input_order=None if orders is None else orders[index],
         )
 
     def forward(

@@ -16,6 +16,7 @@ from moestro.checkpoints.packed import PackedCheckpoint
 from moestro.formats.base import PackedWeight
 from moestro.memory.arena import HugePageArena
 from moestro.memory.expert_bank import ExpertBank
+from moestro.memory.input_orders import attach_orders, with_orders
 from moestro.memory.packed_reader import load_packed
 from moestro.memory.packing import Packer
 from moestro.memory.policy import FormatPolicy
@@ -46,7 +47,7 @@ def load_weights(
     report = progress or (lambda done, total: None)
     if isinstance(checkpoint, PackedCheckpoint):
         return load_packed(checkpoint, specs, policy, report)
-    sources = resolve(checkpoint, specs, policy)
+    sources = with_orders(checkpoint, resolve(checkpoint, specs, policy))
     total = sum(source.source_nbytes for source in sources)
     weights: Weights = {}
     arena = HugePageArena()
@@ -72,6 +73,7 @@ def load_weights(
                 weights[key] = _load_one(packer, source, read, arena)
             done += source.source_nbytes
             report(done, total)
+    attach_orders(weights)
     return weights
 
 

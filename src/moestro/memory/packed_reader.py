@@ -17,6 +17,7 @@ from moestro.core.errors import CheckpointError, InvalidRequest
 from moestro.formats.base import PackedWeight, require_finite
 from moestro.memory.arena import HugePageArena
 from moestro.memory.expert_bank import BlobLayout, ExpertBank
+from moestro.memory.input_orders import attach_orders, order_spec
 from moestro.memory.policy import FormatPolicy
 from moestro.memory.weights import WeightSpec
 
@@ -42,7 +43,8 @@ def load_packed(
             f"{checkpoint.path} lacks {len(missing)} weights that the model needs: "
             f"{', '.join(missing[:_SHOWN])}; convert the model again"
         )
-    wanted = [(spec, checkpoint.entry(spec.key)) for spec in specs if spec.key in present]
+    orders = [order_spec(spec) for spec in specs if spec.kind != "vector"]
+    wanted = [(s, checkpoint.entry(s.key)) for s in [*specs, *orders] if s.key in present]
     for spec, entry in wanted:
         _check(checkpoint, spec, entry, policy)
     weights: dict[str, PackedWeight | Tensor | ExpertBank] = {}
@@ -71,6 +73,7 @@ def load_packed(
                 values = data.view(torch.float32).view(spec.shape)
                 require_finite(values, f"{checkpoint.path}: {spec.key}")
                 weights[spec.key] = values
+    attach_orders(weights)
     return weights
 
 

@@ -79,6 +79,8 @@ class Packer:
     def vector(self, source: Source) -> Tensor:
         """float32 of the spec's shape. Raises CheckpointError for non-finite values."""
         info = source.info
+        if source.values is not None:
+            return source.values
         raw = self._unpermute(self.checkpoint.read(info.name), source)
         values = to_float(info.dtype, raw, 1, math.prod(info.shape))
         require_finite(values, f"{self.checkpoint.path}: {info.name}")
@@ -90,8 +92,7 @@ class Packer:
         rows: StoredRows
         if isinstance(info, QuantizedInfo):
             codes = read_codes(self.checkpoint, info)
-            self._require_order(codes, info, source.named)
-            rows = CodedRows(info.dtype, codes, named=source.named)
+            rows = CodedRows(info.dtype, codes, named=source.named, ordered=source.ordered)
         else:
             shape = (source.rows, source.cols)
             stored = shape if picked is None else picked.stored_shape(shape)
@@ -105,21 +106,25 @@ class Packer:
         """Pack what ``read_matrix`` gave into ``out``, uint8 [packed bytes]."""
         if source.format is None:
             raise ValueError(f"{source.spec.key} is a vector")
-        importance = self.importance.get(source.spec.key)
+        importance = self._importance(source.spec.key, rows)
         shape = (source.rows, source.cols)
         self._pack(source.format, source.info.name, rows, shape, importance, errors, out)
 
     def read_expert(self, source: ExpertsSource, index: int) -> list[StoredRows]:
         """One expert's gate, up and down as the checkpoint stores them; may run beside packing."""
         read: dict[str, Tensor | Codes] = {}
-        found = []
-        for part in source.parts:
-            info = part.infos[0] if part.stacked else part.infos[index]
+
+        def stored(part: Part) -> Tensor | Codes:
+            info = part.info(index)
             if info.name not in read:
                 read[info.name] = self._read_expert(info, index if part.stacked else None)
-            self._require_order(read[info.name], info, part.named)
-            found.append(_stored_rows(read[info.name], info.dtype, part))
-        return found
+            return read[info.name]
+
+        gate, up, down = source.parts
+        last = _stored_rows(stored(down), down, index)
+        channels = last.order if isinstance(last, CodedRows) else None
+        rows = [_stored_rows(stored(part), part, index, channels) for part in (gate, up)]
+        return [*rows, last]
 
     def pack_expert(
         self,
@@ -132,13 +137,12 @@ class Packer:
         """Pack what ``read_expert`` gave into a blob whose bytes between the parts are zero."""
         layout = source.layout
         for which, (part, rows) in enumerate(zip(source.parts, stored, strict=True)):
-            importance = self.importance.get(f"{source.spec.key}.{PROJECTION_NAMES[which]}")
-            if importance is not None and importance.dim() == 2:
-                importance = importance[index]
-            info = part.infos[0] if part.stacked else part.infos[index]
+            key = f"{source.spec.key}.{PROJECTION_NAMES[which]}"
+            importance = self._importance(key, rows, index)
+            name = part.info(index).name
             start, stop = layout.part_range(which)
             shape = (part.rows, part.cols)
-            self._pack(part.format, info.name, rows, shape, importance, errors, blob[start:stop])
+            self._pack(part.format, name, rows, shape, importance, errors, blob[start:stop])
 
     def load_expert(self, source: ExpertsSource, index: int, blob: Tensor) -> None:
         """Read and pack one expert in the calling thread; for ``packs_alone`` sources, of which
@@ -148,7 +152,7 @@ class Packer:
         stored = self.read_expert(source, index)
         for which, (part, rows) in enumerate(zip(source.parts, stored, strict=True)):
             start, stop = layout.part_range(which)
-            with self._naming((part.infos[0] if part.stacked else part.infos[index]).name):
+            with self._naming(part.info(index).name):
                 rows.pack(part.format, 0, part.rows, blob[start:stop], alone=True)
 
     def packs_alone(self, source: ExpertsSource) -> bool:
@@ -170,14 +174,12 @@ class Packer:
         except (CheckpointError, UnsupportedFormat) as error:
             raise type(error)(f"{self.checkpoint.path}: {name}: {error}") from error
 
-    def _require_order(self, stored: Tensor | Codes, info: TensorInfo, named: bool) -> None:
-        if isinstance(stored, Codes) and stored.order is not None and not named:
-            raise UnsupportedFormat(
-                f"{self.checkpoint.path}: {info.name}: the input channels are not in the order of "
-                "their groups (desc_act, activation order), which no format holds without loss; "
-                "name one: moestro convert MODEL OUT --format NAME, or open a checkpoint quantized "
-                "with desc_act=false or actorder=static"
-            )
+    def _importance(self, key: str, rows: StoredRows, index: int = 0) -> Tensor | None:
+        """float32 [K] in the order of the columns."""
+        found = self.importance.get(key)
+        if found is not None and found.dim() == 2:
+            found = found[index]
+        return rows.arranged(found) if isinstance(rows, CodedRows) else found
 
     def _read_expert(self, info: TensorInfo, index: int | None) -> Tensor | Codes:
         """One expert's part of a tensor; ``index`` None: all of it."""
@@ -254,12 +256,19 @@ class Packer:
         return pairs.transpose(1, 2).reshape(-1)
 
 
-def _stored_rows(stored: Tensor | Codes, dtype: str, part: Part) -> StoredRows:
-    """The rows of this projection among those fused in one tensor."""
+def _stored_rows(
+    stored: Tensor | Codes, part: Part, expert: int, channels: Tensor | None = None
+) -> StoredRows:
+    """The rows of this projection among those fused in one tensor; ``channels``: int64 [rows], the
+    order in which they are wanted.
+    """
+    info = part.info(expert)
     if isinstance(stored, Codes):
-        return CodedRows(dtype, stored.rows(part.channels), named=part.named)
+        codes = stored.rows(part.channels)
+        codes = codes if channels is None else codes.rows(channels)
+        return CodedRows(info.dtype, codes, named=part.named, ordered=part.ordered(expert))
     index, count = part.fused
     if part.transposed:
-        return TransposedRows(dtype, stored, part.cols, index=index, count=count)
+        return TransposedRows(info.dtype, stored, part.cols, index=index, count=count)
     size = stored.numel() // count
-    return RawRows(dtype, stored[index * size : (index + 1) * size], part.rows, part.cols)
+    return RawRows(info.dtype, stored[index * size : (index + 1) * size], part.rows, part.cols)

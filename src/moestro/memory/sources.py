@@ -6,7 +6,9 @@ All that can be wrong with names, shapes, counts and types is found here, before
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from torch import Tensor
 
 from moestro import formats
 from moestro.checkpoints.base import Checkpoint, TensorInfo
@@ -28,7 +30,8 @@ class Source:
     """A vector or matrix that was found. ``format`` is None for vectors, which become float32.
 
     named: the policy names the format, so that something may be lost; else it holds all.
-    head_rows: how ``info`` holds the matrix, if not alone.
+    head_rows: how ``info`` holds the matrix, if not alone. values: of a vector that the tensor only
+    implies (``input_orders``).
     """
 
     spec: WeightSpec
@@ -36,6 +39,7 @@ class Source:
     format: Format | None
     named: bool = False
     head_rows: HeadRows | None = None
+    values: Tensor | None = field(default=None, repr=False)
 
     @property
     def rows(self) -> int:
@@ -48,6 +52,11 @@ class Source:
     @property
     def source_nbytes(self) -> int:
         return self.info.stored_nbytes
+
+    @property
+    def ordered(self) -> bool:
+        """See ``Part.ordered``; rows that are taken apart have their columns as the input has."""
+        return self.head_rows is None and _is_repacked(self.info, self.format)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +88,14 @@ class Part:
     @property
     def stacked(self) -> bool:
         return len(self.infos) == 1 and len(self.infos[0].shape) == 3
+
+    def info(self, expert: int) -> TensorInfo:
+        """The tensor that holds one expert's projection."""
+        return self.infos[0] if self.stacked else self.infos[expert]
+
+    def ordered(self, expert: int) -> bool:
+        """The packed columns are in the order of the checkpoint's groups (``input_orders``)."""
+        return _is_repacked(self.info(expert), self.format)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -293,6 +310,7 @@ class _Finder:
         return self.policy.name_for(key, role, info.dtype) is not None
 
     def _format(self, key: str, role: str, info: TensorInfo) -> Format:
+        self._require_whole(info)
         # Codes give their values whatever they are packed in.
         if not isinstance(info, QuantizedInfo):
             self._require_readable(info)
@@ -302,7 +320,6 @@ class _Finder:
                 "without loss; name one (the router its own beside an integer format): "
                 "moestro convert MODEL OUT --format NAME,router=NAME"
             )
-        self._require_whole(info)
         try:
             return self.policy.format_for(key, role, info.dtype)
         except UnsupportedFormat as error:
@@ -340,6 +357,11 @@ class _Finder:
             f"{self.checkpoint.path}: {info.name} should be {list(shape)} but is "
             f"{list(info.shape)}{counts}; config and weights do not belong together"
         )
+
+
+def _is_repacked(info: TensorInfo, format_: Format | None) -> bool:
+    """Codes that are packed in the format they are codes of."""
+    return isinstance(info, QuantizedInfo) and format_ is not None and info.dtype == format_.name
 
 
 def _ids(spec: WeightSpec) -> range:

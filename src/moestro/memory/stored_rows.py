@@ -94,13 +94,16 @@ class TransposedRows(RawRows):
 class CodedRows:
     """Codes of the format ``dtype``.
 
-    ``named``: the user asked for the format by name, so scales that it cannot hold are fitted anew,
-    and so are those of channels that are not in the order of their groups; else they are refused.
+    ``named``: the user asked for the format by name, so scales that it cannot hold are fitted anew;
+    else they are refused. ``ordered``: columns stay in the order of the codes, else they come in
+    that of the input.
     """
 
-    def __init__(self, dtype: str, codes: Codes, *, named: bool) -> None:
+    def __init__(self, dtype: str, codes: Codes, *, named: bool, ordered: bool) -> None:
         self.dtype, self.codes = dtype, codes
-        self._fit = codes.order is not None or (named and not codes.scales_are_exact)
+        #: int64 [K], the input channel of each column, or None where that is ascending
+        self.order = codes.order if ordered else None
+        self._fit = named and not codes.scales_are_exact
 
     def exact(self, format_: Format) -> bool:
         return self.dtype == format_.name and not self._fit
@@ -116,11 +119,19 @@ class CodedRows:
             codes.codes[start:stop],
             codes.scales[start:stop],
             None if zeros is None else zeros[start:stop],
+            None if codes.factors is None else codes.factors[start:stop],
         )
         out.copy_(packed)
 
     def floats(self, start: int, stop: int) -> Tensor:
-        return self.codes.restored(self.codes.floats(start, stop))
+        values = self.codes.floats(start, stop)
+        return self.codes.restored(values) if self.order is None else values
+
+    def arranged(self, importance: Tensor | None) -> Tensor | None:
+        """The importance of input channels [K] in the order of the columns."""
+        if importance is None or self.order is None:
+            return importance
+        return importance[self.order]
 
 
 def pick_head_rows(rows: StoredRows, picked: HeadRows) -> RawRows:

@@ -25,8 +25,15 @@ class Packed(Protocol):
     def cols(self) -> int: ...
     @property
     def data(self) -> Tensor: ...
+    @property
+    def input_order(self) -> Tensor | None:
+        """int32 [K] if the columns of ``data`` are not in the order of the input: column j of them
+        meets input channel ``input_order[j]``.
+        """
+        ...
+
     def unpack(self) -> Tensor:
-        """Decoded float32 weights [N, K]."""
+        """Decoded float32 weights [N, K], columns in the order of the input."""
         ...
 
 
@@ -48,6 +55,11 @@ class ExpertTable(Protocol):
 
     @property
     def biases(self) -> ExpertBiases | None: ...
+    @property
+    def input_orders(self) -> Tensor | None:
+        """int32 [E, H]: of each expert's gate and up, see ``Packed.input_order``."""
+        ...
+
     def expert(self, index: int) -> tuple[Packed, Packed, Packed]:
         """(gate, up, down) of one expert, for the reference."""
         ...

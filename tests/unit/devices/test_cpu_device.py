@@ -102,6 +102,7 @@ class Bank:
     experts: list[tuple[PackedWeight, PackedWeight, PackedWeight]]
     activation: str = "silu"
     biases: ExpertBiases | None = None
+    input_orders: Tensor | None = None
     blobs: list[Tensor] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -146,6 +147,7 @@ def test_a_format_without_kernels_is_refused_by_name():
     class Odd:
         format_name, rows, cols = "int3-g7", 16, 32
         data = torch.zeros(64, dtype=torch.uint8)
+        input_order = None
 
         def unpack(self) -> Tensor:
             raise NotImplementedError

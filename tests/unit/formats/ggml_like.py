@@ -7,6 +7,7 @@ over trial scales, then a second level of integer scales), for comparison of err
 from __future__ import annotations
 
 import numpy as np
+import torch
 
 
 def half(x: np.ndarray) -> np.ndarray:
@@ -154,3 +155,13 @@ def shared_exponent(x: np.ndarray, table: np.ndarray) -> np.ndarray:
     _, top = np.frexp(np.abs(groups).max(1, keepdims=True))
     scale = np.ldexp(1.0, top - 4)  # table holds twice the values, the largest of them 12
     return (nearest(groups / scale, table) * scale).reshape(x.shape)
+
+
+def two_level_floats(x: np.ndarray, table: np.ndarray) -> np.ndarray:
+    """NVFP4 as ModelOpt converts: the largest magnitude of the matrix and of each 16 decide."""
+    top = np.abs(x).max() / (12 * 448)
+    groups = x.reshape(-1, 16).astype(np.float64) / top
+    scale = torch.from_numpy(np.abs(groups).max(1, keepdims=True) / 12)
+    scale = scale.to(torch.float8_e4m3fn).to(torch.float64).numpy()
+    safe = np.where(scale > 0, scale, 1)
+    return (nearest(groups / safe, table) * scale * top).reshape(x.shape)

@@ -12,7 +12,16 @@ import struct
 import numpy as np
 import slow_lattice
 
-HEADERS = {"int8": 32, "int4": 32, "int4z": 48, "int4m": 64, "int5": 32, "int5m": 64, "lut4nl": 32}
+HEADERS = {
+    "int8": 32,
+    "int8z": 48,
+    "int4": 32,
+    "int4z": 48,
+    "int4m": 64,
+    "int5": 32,
+    "int5m": 64,
+    "lut4nl": 32,
+}
 #: ggml's table of IQ4_NL, and twice the values of e2m1 (sign, two exponent bits, one mantissa bit)
 NONLINEAR = [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113]
 E2M1 = [0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12]
@@ -35,6 +44,8 @@ def tile_shape(name: str, cols: int) -> tuple[int, int]:
         return 32, 272
     if name == "nvfp4":
         return 64, 576
+    if name == "nvfp4s":
+        return 128, 1216
     superblocks = {"k2": 1344, "k3": 1760, "k4": 2368, "k4nl": 2208, "k5": 2880, "k6": 3360}
     superblocks |= {"ternary": 1056, **slow_lattice.TILES}
     if name in superblocks:
@@ -83,9 +94,13 @@ def plain_float(name: str, tile: bytes, k: int, c: int) -> float:
 
 
 def small_float(kind: str, tile: bytes, k: int, c: int) -> float:
-    """A 4-bit float times an exponent, or half a small float."""
+    """A 4-bit float times an exponent, or half a small float, or that times a large one."""
     if kind == "mxfp4":
         return math.ldexp(E2M1[nibble(tile[16:], k, c)], tile[c] - 128)
+    if kind == "nvfp4s":
+        d = struct.unpack_from("<f", tile, 4 * c)[0]
+        scale = float(np.float32(d * e4m3(tile[64 + k // 16 * 16 + c])))
+        return scale * E2M1[nibble(tile[192 + k // 32 * 256 :], k % 32, c)]
     return E2M1[nibble(tile[64 + k // 32 * 256 :], k % 32, c)] * e4m3(tile[k // 16 * 16 + c]) / 2
 
 
@@ -103,10 +118,13 @@ def element(name: str, tile: bytes, k: int, c: int) -> float:
         return f16(tile, 2 * c) * (code - 128)
     if kind in slow_lattice.TILES:
         return slow_lattice.element(kind, tile, k, c)
-    if kind in ("mxfp4", "nvfp4"):
+    if kind in ("mxfp4", "nvfp4", "nvfp4s"):
         return small_float(kind, tile, k, c)
     if kind == "ternary":
         return f16(tile, 2 * c) * (high_bits(tile[32 + block * 128 :], kk, c) - 1)
+    if kind == "int8z":
+        code = tile[48 + block * 512 + (kk // 4) * 64 + c * 4 + kk % 4]
+        return f16(tile, 2 * c) * (code - tile[32 + c])
     if kind == "k2":
         both = tile[64 + (k // 16) * 16 + c]
         code = high_bits(tile[320 + block * 128 :], kk, c)

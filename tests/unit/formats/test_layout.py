@@ -32,6 +32,10 @@ def random_bytes(name: str, rows: int, cols: int, seed: int) -> torch.Tensor:
             data = (values.astype(np.float32).view(np.uint32) >> 16).astype(dtype).view(np.uint8)
         else:
             data = values.astype(dtype).view(np.uint8)
+    elif kind == "nvfp4s":
+        values = rng.standard_normal((tiles, 16)).astype(np.float32)
+        data[(data & 0x7F) == 0x7F] = 0x7E
+        data[:, :64] = values.view(np.uint8)
     elif kind == "fp8":
         values = rng.standard_normal((tiles, 16)).astype(np.float32)
         data[(data & 0x7F) == 0x7F] = 0x7E  # 0x7f and 0xff are NaN
@@ -129,6 +133,7 @@ def test_sizes_and_bits_per_weight():
     assert bits["k4"] == 4.625 and bits["k6"] == 6.5625 and bits["bf16"] == 16
     assert bits["k2"] == 2.625 and bits["k3"] == 3.4375 and bits["k5"] == 5.625
     assert bits["lut4nl-g32"] == 4.5 and bits["mxfp4"] == 4.25 and bits["k4nl"] == 4.3125
+    assert bits["nvfp4s"] == 4.75 and bits["int8z-g128"] == 8.1875
     assert bits["int5-g32"] == 5.5 and bits["int5m-g32"] == 6
     assert bits["iq1s"] == 1.59375 and bits["iq1m"] == 1.8125 and bits["ternary"] == 2.0625
     assert bits["iq2xxs"] == 2.1875 and bits["iq2xs"] == 2.4375 and bits["iq2s"] == 2.5625

@@ -11,7 +11,7 @@ from torch import Tensor
 from moestro import formats
 from moestro.core.errors import CheckpointError, UnsupportedFormat
 
-HOLDS = [n for n in formats.names() if n.startswith(("int4-", "int4z-", "int8-"))]
+HOLDS = [n for n in formats.names() if n.startswith(("int4-", "int4z-", "int8-", "int8z-"))]
 MIDDLES = {"int4": 8, "int8": 128}
 
 
@@ -23,9 +23,9 @@ def parts(name: str, rows: int, cols: int) -> tuple[Tensor, Tensor, Tensor | Non
     codes.flat[0], codes.flat[-1] = 0, (1 << bits) - 1
     scales = rng.normal(size=(rows, groups)).astype(np.float16).astype(np.float32)
     zeros = None
-    if name.startswith("int4z"):
-        zeros = rng.integers(0, 16, (rows, groups), dtype=np.uint8)
-        zeros.flat[0], zeros.flat[-1] = 0, 15
+    if name[4] == "z":
+        zeros = rng.integers(0, 1 << bits, (rows, groups), dtype=np.uint8)
+        zeros.flat[0], zeros.flat[-1] = 0, (1 << bits) - 1
     tensors = [None if a is None else torch.from_numpy(a) for a in (codes, scales, zeros)]
     assert tensors[0] is not None and tensors[1] is not None
     return tensors[0], tensors[1], tensors[2]
@@ -40,7 +40,7 @@ def test_values_and_padding(name: str, rows: int, cols: int):
     padded = format_.padded_cols(cols)
     all_rows = -(-rows // 16) * 16
     got = slow_layout.decode(name, packed.numpy().tobytes(), all_rows, padded)
-    group, middle = format_.group(cols), MIDDLES.get(name[:4], 0)
+    group, middle = format_.group(cols), MIDDLES.get(name.partition("-")[0], 0)
     want = np.zeros((all_rows, padded))
     for n in range(rows):
         for k in range(cols):
@@ -73,9 +73,34 @@ def test_4_bit_floats_with_powers_of_two():
         format_.pack_codes(codes, scales, torch.zeros(33, 3, dtype=torch.uint8))
 
 
+def test_4_bit_floats_with_two_levels_of_scales():
+    rng = np.random.default_rng(5)
+    codes = torch.from_numpy(rng.integers(0, 16, (33, 150), dtype=np.uint8))
+    bytes_ = torch.from_numpy(rng.integers(0, 127, (33, 10), dtype=np.uint8))
+    scales = bytes_.view(torch.float8_e4m3fn).float()
+    factors = torch.from_numpy(rng.uniform(1e-5, 1e-3, 33).astype(np.float32))
+    format_ = formats.get("nvfp4s")
+    packed = format_.pack_codes(codes, scales, None, factors)
+    got = np.asarray(slow_layout.decode("nvfp4s", packed.numpy().tobytes(), 48, 256))
+    numbers = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    numbers = np.concatenate([numbers, -numbers])[codes.numpy()]
+    steps = (factors[:, None] * scales).numpy().astype(np.float64)
+    assert np.array_equal(got[:33, :150], numbers * np.repeat(steps, 16, axis=1)[:, :150])
+    assert not got[33:].any() and not got[:, 150:].any()
+    with pytest.raises(UnsupportedFormat, match="needs a factor"):
+        format_.pack_codes(codes, scales)
+    with pytest.raises(UnsupportedFormat, match="are not e4m3 numbers"):
+        format_.pack_codes(codes, scales + 0.001, None, factors)
+    for bad in (factors[:-1], factors * torch.nan, factors * 1e39):
+        with pytest.raises(CheckpointError, match="factors of scales"):
+            format_.pack_codes(codes, scales, None, bad)
+    with pytest.raises(UnsupportedFormat, match="has one level of scales"):
+        formats.get("mxfp4").pack_codes(codes, torch.ones(33, 5), None, factors)
+
+
 @pytest.mark.parametrize(
     "name",
-    [n for n in formats.names() if n not in HOLDS and not n.startswith(("fp8", "mxfp4"))],
+    [n for n in formats.names() if n not in HOLDS and not n.startswith(("fp8", "mxfp4", "nvfp4s"))],
 )
 def test_other_formats_hold_no_codes(name: str):
     codes = torch.zeros(16, 256, dtype=torch.uint8)

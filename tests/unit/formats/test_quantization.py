@@ -15,7 +15,7 @@ NAMES = [name for name in formats.names() if formats.get(name).quantizes]
 NONLINEAR = np.array(slow_layout.NONLINEAR)
 E2M1 = np.array(slow_layout.E2M1)
 INTEGER = [n for n in NAMES if not formats.get(n).is_float]
-ONE_LEVEL = [n for n in INTEGER if n.startswith("int")]
+ONE_LEVEL = [n for n in INTEGER if n.startswith("int") and not n.startswith("int8z")]
 # Error relative to the weights that formats of few bits may have on normal values.
 NOISE = {"k2": 0.12, "k3": 0.04}
 
@@ -52,6 +52,7 @@ def test_error_is_below_simple_rounding(kind):
         "int8-g32": [ggml_like.absmax(plain, 32, 127)],
         "int8-g128": [ggml_like.absmax(plain, 128, 127)],
         "int8-row": [ggml_like.absmax(plain, 512, 127)],
+        "int8z-g32": [ggml_like.absmax(plain, 32, 127)],
         "int4z-g32": [ggml_like.signed_max(plain, 32, -8)],
         "int4m-g32": [ggml_like.minmax(plain, 32)],
         "int4m-g128": [ggml_like.minmax(plain, 128)],
@@ -60,6 +61,7 @@ def test_error_is_below_simple_rounding(kind):
         "lut4nl-g32": [ggml_like.table_search(plain, NONLINEAR)],
         "k4nl": [ggml_like.table_search(plain, NONLINEAR, two_level=True)],
         "mxfp4": [ggml_like.shared_exponent(plain, E2M1)],
+        "nvfp4s": [ggml_like.shared_exponent(plain, E2M1), ggml_like.two_level_floats(plain, E2M1)],
     }
     for name, others in yardsticks.items():
         ours = mse(x, roundtrip(name, x))
@@ -193,7 +195,7 @@ def test_non_finite_weights_are_refused(name, bad):
 
 
 @pytest.mark.parametrize(
-    "name", [n for n in NAMES if not n.startswith(("f32", "bf16", "fp8", "mxfp4"))]
+    "name", [n for n in NAMES if not n.startswith(("f32", "bf16", "fp8", "mxfp4", "nvfp4s"))]
 )
 @pytest.mark.parametrize("huge", [1e10, 3e38])
 def test_scales_beyond_float16_are_refused(name, huge):

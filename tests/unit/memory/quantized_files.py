@@ -18,6 +18,9 @@ from moestro.formats.base import PackedWeight
 from moestro.memory.loader import load_weights
 from moestro.memory.policy import FormatPolicy
 
+#: groups that a weight format has, by those of checkpoints
+GROUPS = {32: "g32", 64: "g64", 128: "g128", 256: "g128", 96: "g32", -1: "row"}
+
 
 def write(folder: Path, tensors: dict[str, Tensor], declared: Any, module: str = "a.q_proj"):
     """A checkpoint with one module's tensors."""

@@ -165,14 +165,6 @@ def test_stacked_blocks_that_contradict_each_other(tmp_path: Path):
         open_checkpoint(tmp_path)
 
 
-MODELOPT = {
-    "quant_method": "modelopt",
-    "quant_algo": "NVFP4",
-    "config_groups": {"group_0": {"weights": {"num_bits": 4, "type": "float", "group_size": 16}}},
-    "ignore": ["lm_head"],
-}
-
-
 def compressed_nvfp4() -> dict[str, object]:
     config = slow.compressed_config(bits=4, group=16, symmetric=True, format="nvfp4-pack-quantized")
     config["config_groups"]["group_0"]["weights"] |= {"type": "float", "strategy": "tensor_group"}
@@ -182,15 +174,18 @@ def compressed_nvfp4() -> dict[str, object]:
 @pytest.mark.parametrize(("rows", "cols"), [(40, 96), (16, 128), (24, 272), (5, 48)])
 def test_two_levels_of_scales(tmp_path: Path, rows: int, cols: int):
     q = mx.any_two_levels(rows, cols)
-    write(tmp_path, q.tensors("weight", "weight_scale_2", q.factor), MODELOPT)
+    write(tmp_path, q.tensors("weight", "weight_scale_2", q.factor), mx.MODELOPT_NVFP4)
+    weight = load(tmp_path, rows, cols)
+    assert weight.format_name == "nvfp4s"
+    assert torch.equal(weight.unpack(), q.floats())
     assert torch.equal(load(tmp_path, rows, cols, "f32").unpack(), q.floats())
-    with pytest.raises(UnsupportedFormat, match=r"no format holds NVFP4 .*--format"):
-        load(tmp_path, rows, cols)
     # compressed-tensors divides; the reciprocal is rounded once.
     divisor = slow.single(1 / q.factor)
     q.factor = slow.single(1 / divisor)
     write(tmp_path, q.tensors("weight_packed", "weight_global_scale", divisor), compressed_nvfp4())
-    assert torch.equal(load(tmp_path, rows, cols, "f32").unpack(), q.floats())
+    weight = load(tmp_path, rows, cols)
+    assert weight.format_name == "nvfp4s"
+    assert torch.equal(weight.unpack(), q.floats())
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 0.0])
@@ -199,7 +194,7 @@ def test_factors_that_are_no_number(tmp_path: Path, value: float):
     tensors = q.tensors("weight_packed", "weight_global_scale", value)
     write(tmp_path, tensors, compressed_nvfp4())
     with pytest.raises(CheckpointError, match=r"weight_global_scale is (nan|inf|0)"):
-        load(tmp_path, 16, 64, "f32")
+        load(tmp_path, 16, 64)
 
 
 def test_two_levels_that_contradict_the_declaration(tmp_path: Path):
@@ -207,19 +202,19 @@ def test_two_levels_that_contradict_the_declaration(tmp_path: Path):
     tensors = q.tensors("weight", "weight_scale_2", q.factor)
     for part in tensors:
         rest = {k: v for k, v in tensors.items() if k != part}
-        write(tmp_path, rest, MODELOPT)
+        write(tmp_path, rest, mx.MODELOPT_NVFP4)
         with pytest.raises(CheckpointError, match=r"is missing|there are none"):
             open_checkpoint(tmp_path)
     for bad in (tensors["weight_scale"].float(), tensors["weight_scale"][:, :2].contiguous()):
-        write(tmp_path, tensors | {"weight_scale": bad}, MODELOPT)
+        write(tmp_path, tensors | {"weight_scale": bad}, mx.MODELOPT_NVFP4)
         with pytest.raises(
             CheckpointError, match=r"weight_scale is .* should be F8_E4M3 \[24, 4\]"
         ):
             open_checkpoint(tmp_path)
     tensors["weight_scale"].view(torch.uint8)[3, 1] = 0x7F
-    write(tmp_path, tensors, MODELOPT)
+    write(tmp_path, tensors, mx.MODELOPT_NVFP4)
     with pytest.raises(CheckpointError, match="1 of 96 scales are not finite"):
-        load(tmp_path, 24, 64, "f32")
+        load(tmp_path, 24, 64)
 
 
 def test_modelopt_8_bit_floats(tmp_path: Path):

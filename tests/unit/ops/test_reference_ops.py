@@ -48,6 +48,7 @@ class Experts:
     down: Tensor
     activation: str = "silu"
     biases: ExpertBiases | None = None
+    input_orders: Tensor | None = None
     projections: tuple = field(default=())
 
     @property

@@ -89,6 +89,7 @@ class CpuOps:
         return None if program is None else program.native
 
     def embed_tokens(self, token_ids: Tensor, weight: Packed, out: Tensor, rows: Tensor) -> None:
+        _require_input_order("embed_tokens", weight)
         core.embed_tokens(
             self._program,
             token_ids,
@@ -136,12 +137,14 @@ class CpuOps:
             out,
             rows,
             bias=bias,
+            input_order=weight.input_order,
             accumulate=accumulate,
         )
 
     def linear_heads(
         self, x: Tensor, weight: Packed, out: Tensor, rows: Tensor, *, heads: int
     ) -> None:
+        _require_input_order("linear_heads", weight)
         core.linear_heads(
             self._program,
             x,
@@ -328,6 +331,7 @@ class CpuOps:
                 shared.experts.pointers,
                 _projections(shared.experts),
                 shared.experts.activation,
+                input_orders=shared.experts.input_orders,
                 **_biases(shared.experts),
             )
         core.moe(
@@ -340,6 +344,7 @@ class CpuOps:
             experts.activation,
             out,
             rows,
+            input_orders=experts.input_orders,
             **_biases(experts),
             shared=others,
             accumulate=accumulate,
@@ -355,6 +360,11 @@ class CpuOps:
 
     def sigmoid(self, x: Tensor, rows: Tensor) -> None:
         core.sigmoid(self._program, x, rows)
+
+
+def _require_input_order(op: str, weight: Packed) -> None:
+    if weight.input_order is not None:
+        raise UnsupportedOp(f"{op}: a matrix whose columns are out of order has no kernel")
 
 
 def _projections(experts: ExpertTable) -> list[tuple[str, int, int, int]]:
