@@ -1,6 +1,7 @@
 #include "algo/expert_group.h"
 
 #include <algorithm>
+#include <numeric>
 #include <string>
 
 #include "isa/dispatch.h"
@@ -30,6 +31,8 @@ ExpertGroup::ExpertGroup(const ExpertArgs& args, int64_t capacity, const ExpertG
   if (!share_activations(args.gate.matrix, args.up.matrix))
     x_up_ = std::make_unique<ActivationBuffer>(args.up.matrix, inputs);
   spans_.reserve(size_t(args.experts) + token_.size() / size_t(kChunkTokens) + 1);
+  all_.resize(spans_.capacity());
+  std::iota(all_.begin(), all_.end(), 0);
 }
 
 void ExpertGroup::quantize(const float* x, int64_t token) {
@@ -50,6 +53,7 @@ void ExpertGroup::quantize_span(const float* x, int64_t index) {
 }
 
 const uint8_t* ExpertGroup::blob_of(int64_t expert) const {
+  if (a_.pointers == nullptr) return nullptr;
   if (a_.pointers[expert] == 0)
     throw invalid_request("expert " + std::to_string(expert) + " is not in memory");
   return reinterpret_cast<const uint8_t*>(a_.pointers[expert]);
@@ -138,15 +142,16 @@ void ExpertGroup::gate_up(Worker& worker, int64_t index, int64_t block, int64_t 
   }
 }
 
-void ExpertGroup::add_experts(Worker& worker, int64_t pair, int64_t pair_end, float* sums,
-                              int64_t ld) const {
+void ExpertGroup::add_experts(Worker& worker, Slice chosen, int64_t pair, int64_t pair_end,
+                              float* sums, int64_t ld) const {
   auto* result = reinterpret_cast<float*>(worker.scratch() + kTileScratchBytes);
   const MatrixKernels& kernels = isa().matrix;
-  for (size_t s = 0; s < spans_.size(); ++s) {
-    const Span& span = spans_[s];
+  for (int64_t s = chosen.first; s < chosen.end; ++s) {
+    const Span& span = spans_[size_t(s)];
     const PackedMatrix down = matrix_in(a_.down, span.blob);
     TileRun run{pair_of(down, pair_end), pair_of(down, pair_end)};
-    if (s + 1 < spans_.size()) run.next = pair_of(matrix_in(a_.down, spans_[s + 1].blob), pair);
+    if (s + 1 < chosen.end)
+      run.next = pair_of(matrix_in(a_.down, spans_[size_t(s) + 1].blob), pair);
     const Activations act = h_.view().from(span.first);
     for (int64_t p = pair; p < pair_end; ++p) {
       const TileJob job =

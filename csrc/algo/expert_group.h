@@ -3,6 +3,7 @@
 #pragma once
 
 #include <memory>
+#include <span>
 #include <vector>
 
 #include "algo/activations.h"
@@ -25,29 +26,6 @@ inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 class ExpertGroup {
  public:
-  // `like`: another group on the same tokens, whose prepared activations serve this one too where
-  // the formats allow it, or null.
-  ExpertGroup(const ExpertArgs& args, int64_t capacity, const ExpertGroup* like);
-
-  // Phase 1: which tokens each expert has, and each token's activations.
-  void group_by_expert(int64_t tokens);
-  void quantize(const float* x, int64_t token);
-  // After that, where experts want the channels in orders of their own: the activations of one
-  // span.
-  void quantize_span(const float* x, int64_t span);
-  int64_t ordered_spans() const { return ordered() ? spans() : 0; }
-
-  // Phase 2: h of intermediate channels of blocks [block, end), 32 each, for one span.
-  void gate_up(Worker& worker, int64_t span, int64_t block, int64_t end);
-
-  // Phase 3: sums[t] += weight * down(h) of every expert in ascending id, for pairs [pair, end) of
-  // output tiles; column 0 of sums is the first pair's, its rows are `ld` apart.
-  void add_experts(Worker& worker, int64_t pair, int64_t end, float* sums, int64_t ld) const;
-
-  int64_t spans() const { return static_cast<int64_t>(spans_.size()); }
-  int64_t blocks() const { return ceil_div(a_.gate.matrix.rows, kPairChannels); }
-
- private:
   // Consecutive entries of the expert order that share an expert.
   struct Span {
     const uint8_t* blob;
@@ -56,6 +34,34 @@ class ExpertGroup {
     int32_t count;
   };
 
+  // `like`: another group on the same tokens, whose prepared activations serve this one too where
+  // the formats allow it, or null.
+  ExpertGroup(const ExpertArgs& args, int64_t capacity, const ExpertGroup* like);
+
+  // Phase 1: which tokens each expert has, and each token's activations. Without pointers in its
+  // arguments nothing says yet where an expert is: place() does.
+  void group_by_expert(int64_t tokens);
+  void quantize(const float* x, int64_t token);
+  // After that, where experts want the channels in orders of their own: the activations of one
+  // span.
+  void quantize_span(const float* x, int64_t span);
+  int64_t ordered_spans() const { return ordered() ? static_cast<int64_t>(spans_.size()) : 0; }
+
+  // Phase 2: h of intermediate channels of blocks [block, end), 32 each, for one span.
+  void gate_up(Worker& worker, int64_t span, int64_t block, int64_t end);
+
+  // Phase 3: sums[t] += weight * down(h) of spans `chosen`, whose experts ascend, for pairs
+  // [pair, end) of output tiles; column 0 of sums is the first pair's, its rows are `ld` apart.
+  void add_experts(Worker& worker, Slice chosen, int64_t pair, int64_t end, float* sums,
+                   int64_t ld) const;
+
+  // In the order of experts; all() are their indices.
+  const std::vector<Span>& spans() const { return spans_; }
+  std::span<const int32_t> all() const { return {all_.data(), spans_.size()}; }
+  void place(int64_t span, const uint8_t* blob) { spans_[size_t(span)].blob = blob; }
+  int64_t blocks() const { return ceil_div(a_.gate.matrix.rows, kPairChannels); }
+
+ private:
   // Rows of prepared activations are then those of entries, in expert order, and not of tokens.
   bool ordered() const { return a_.input_orders != nullptr; }
   const uint8_t* blob_of(int64_t expert) const;
@@ -77,6 +83,7 @@ class ExpertGroup {
   std::vector<float> weight_;
   std::vector<int32_t> next_;
   std::vector<Span> spans_;
+  std::vector<int32_t> all_;
 };
 
 }  // namespace moestro

@@ -3,6 +3,7 @@
 #include <utility>
 
 #include "algo/moe.h"
+#include "algo/streamed_moe.h"
 #include "bind/tensors.h"
 #include "formats/format.h"
 
@@ -71,11 +72,18 @@ ExpertArgs bind_table(const ExpertTable& t, int64_t rows, int64_t hidden) {
   return args;
 }
 
+std::unique_ptr<Op> make_op(MoeArgs args, Rows rows, std::shared_ptr<ExpertCache> cache) {
+  if (cache == nullptr) return make_moe(args, rows);
+  require_size("moe: experts of the cache", cache->experts(), args.groups[0].experts);
+  args.groups[0].pointers = nullptr;
+  return make_streamed_moe(args, rows, std::move(cache));
+}
+
 void moe(BoundProgram* program, Floats2 x, Ints2 ids, Floats2 weights, Longs1 pointers,
          std::vector<MatrixTuple> projections, std::string activation, Floats2 out, Ints1 rows,
          std::optional<Floats2> gate_bias, std::optional<Floats2> up_bias,
          std::optional<Floats2> down_bias, std::optional<Ints2> input_orders,
-         std::optional<ExpertTable> shared, bool accumulate) {
+         std::optional<ExpertTable> shared, bool accumulate, std::shared_ptr<ExpertCache> cache) {
   const int64_t hidden = x.shape(1);
   require_size("moe: out width", out.shape(1), hidden);
   require_size("moe: out rows", out.shape(0), x.shape(0));
@@ -86,7 +94,8 @@ void moe(BoundProgram* program, Floats2 x, Ints2 ids, Floats2 weights, Longs1 po
       .x = x.data(), .hidden = hidden, .groups = {}, .out = out.data(), .accumulate = accumulate};
   args.groups.push_back(bind_table(routed, x.shape(0), hidden));
   if (shared) args.groups.push_back(bind_table(*shared, x.shape(0), hidden));
-  submit(program, make_moe(args, make_rows(rows, x.shape(0))), x, routed, shared, out, rows);
+  auto op = make_op(std::move(args), make_rows(rows, x.shape(0)), std::move(cache));
+  submit(program, std::move(op), x, routed, shared, out, rows);
 }
 
 }  // namespace
@@ -124,7 +133,8 @@ void init_moe_op(nb::module_& m) {
         nb::arg("up_bias").noconvert().none() = nb::none(),
         nb::arg("down_bias").noconvert().none() = nb::none(),
         nb::arg("input_orders").noconvert().none() = nb::none(),
-        nb::arg("shared").none() = nb::none(), nb::arg("accumulate") = false);
+        nb::arg("shared").none() = nb::none(), nb::arg("accumulate") = false,
+        nb::arg("cache").none() = nb::none());
 }
 
 }  // namespace moestro

@@ -8,6 +8,7 @@ NB_MODULE(_core, m) {
   moestro::init_attention_ops(m);
   moestro::init_latent_ops(m);
   moestro::init_matrix_ops(m);
+  moestro::init_tiers(m);
   moestro::init_moe_op(m);
   moestro::init_packing(m);
 }

@@ -5,6 +5,7 @@
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
+#include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
@@ -82,5 +83,6 @@ void init_latent_ops(nb::module_& m);
 void init_matrix_ops(nb::module_& m);
 void init_moe_op(nb::module_& m);
 void init_packing(nb::module_& m);
+void init_tiers(nb::module_& m);
 
 }  // namespace moestro

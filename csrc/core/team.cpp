@@ -12,15 +12,10 @@
 
 #include "core/affinity.h"
 #include "core/error.h"
+#include "core/pause.h"
 
 namespace moestro {
 namespace {
-
-inline void pause() {
-#if defined(__x86_64__) || defined(__i386__)
-  __builtin_ia32_pause();
-#endif
-}
 
 // Beyond this many spins the peer has probably lost its core: let the scheduler run it.
 constexpr int kSpinsBeforeYield = 256;
