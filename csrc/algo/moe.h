@@ -22,7 +22,8 @@ struct ExpertArgs {
   const int32_t* ids;    // [T, top_k]; below zero: skip
   const float* weights;  // [T, top_k]
   int64_t top_k;
-  const int64_t* pointers;  // [experts] address of each blob, 0: not in memory; null: see streamed_moe.h
+  const int64_t*
+      pointers;  // [experts] address of each blob, 0: not in memory; null: see streamed_moe.h
   int64_t experts;
   ExpertMatrix gate, up, down;
   // [experts, hidden] or null: column j of an expert's gate and up meets x[order[j]].

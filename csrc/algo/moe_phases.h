@@ -34,8 +34,8 @@ class MoePhases {
   void down(Worker& worker, int64_t tokens, const Ranges& chosen, bool first);
 
  private:
-  void add_pairs(Worker& worker, int64_t tokens, const Ranges& chosen, bool accumulate, bool compact,
-                 int64_t pair, int64_t pair_end);
+  void add_pairs(Worker& worker, int64_t tokens, const Ranges& chosen, bool accumulate,
+                 bool compact, int64_t pair, int64_t pair_end);
   void quantize_spans(Worker& worker);
   int64_t entries(const Ranges& chosen) const;
 

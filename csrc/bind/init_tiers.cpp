@@ -53,13 +53,12 @@ nb::dict stats_dict(const ExpertCache& cache) {
   return d;
 }
 
-
 }  // namespace
 
 void init_tiers(nb::module_& m) {
   nb::class_<BlobReader>(m, "BlobReader", "Reads expert blobs into the slots of caches.");
-  nb::class_<ModelReader, BlobReader>(m, "ModelReader",
-                                      "A model of a disk, for tests: bytes come late, in any order.")
+  nb::class_<ModelReader, BlobReader>(
+      m, "ModelReader", "A model of a disk, for tests: bytes come late, in any order.")
       .def(
           "__init__",
           [](ModelReader* self, const std::vector<Bytes1>& files, uint32_t seed) {
@@ -77,10 +76,8 @@ void init_tiers(nb::module_& m) {
                   nb::kw_only(), nb::arg("policy") = "auto", nb::arg("queue_depth") = 8)
       .def_prop_ro("experts", &ExpertCache::experts)
       .def_prop_ro("slots", &ExpertCache::slots)
-      .def("set_prior",
-           [](ExpertCache& cache, const std::vector<double>& selections) {
-             cache.set_prior(selections);
-           })
+      .def("set_prior", [](ExpertCache& cache,
+                           const std::vector<double>& selections) { cache.set_prior(selections); })
       .def("stats", &stats_dict);
   m.def(
       "cache_policies",

@@ -87,8 +87,8 @@ bool ExpertCache::Victim::operator<(const Victim& other) const {
 void ExpertCache::plan() {
   const int64_t needed = int64_t(needs_.size());
   const bool in_waves = needed > slots();
-  const int64_t spare =
-      std::min({slots(), std::max<int64_t>(1, slots() / 2), int64_t(queue_depth_) + kComputingSlots});
+  const int64_t spare = std::min(
+      {slots(), std::max<int64_t>(1, slots() / 2), int64_t(queue_depth_) + kComputingSlots});
   std::vector<bool> keeps(held_.size());
   for (const Need& need : needs_)
     if (!need.read) keeps[size_t(need.slot)] = true;
@@ -106,9 +106,8 @@ void ExpertCache::plan() {
     if (in_waves && int64_t(took.size()) >= spare)
       for (const int64_t end = took[took.size() - size_t(spare)]; passed <= end; ++passed) {
         const Need& done = needs_[size_t(passed)];
-        victims_.push_back({.value = usage_.value(policy_, done.expert),
-                            .after = passed + 1,
-                            .slot = done.slot});
+        victims_.push_back(
+            {.value = usage_.value(policy_, done.expert), .after = passed + 1, .slot = done.slot});
       }
     took.push_back(int32_t(i));
     if (need.slot >= 0 && spared(need)) continue;
@@ -200,8 +199,7 @@ void ExpertCache::wait() {
 }
 
 const uint8_t* ExpertCache::blob(int32_t position) const {
-  return reinterpret_cast<const uint8_t*>(memory_ +
-                                          needs_[size_t(position)].slot * blobs_.nbytes);
+  return reinterpret_cast<const uint8_t*>(memory_ + needs_[size_t(position)].slot * blobs_.nbytes);
 }
 
 void ExpertCache::end() {

@@ -1,4 +1,4 @@
-"""Experts read when needed: the same bits as with all of them in memory, however reads are timed."""
+"""Experts read when needed: the same bits as from memory, however reads are timed."""
 
 from __future__ import annotations
 
@@ -107,6 +107,15 @@ def test_shared_experts_come_last() -> None:
         assert torch.equal(streamed(case, slots).run(shared=shared), expected)
     case.ids.fill_(-1)
     assert torch.equal(streamed(case, 2).run(shared=shared), case.run(shared=shared))
+
+
+def test_experts_may_want_channels_in_their_own_orders() -> None:
+    case = make(("int4-g32",) * 3, tokens=9, experts=6)
+    generator = torch.Generator().manual_seed(1)
+    orders = torch.stack([torch.randperm(96, generator=generator) for _ in range(6)]).int()
+    expected = case.run(input_orders=orders)
+    assert not torch.equal(expected, case.run())
+    assert torch.equal(streamed(case, 2).run(input_orders=orders), expected)
 
 
 def test_tokens_without_experts_give_zeros() -> None:
