@@ -64,7 +64,7 @@ format: $(STAMPS)/lint
 	find csrc -name '*.h' -o -name '*.cpp' | xargs $(VENV)/bin/clang-format -i
 
 bench: $(STAMPS)/package
-	$(RUN) benchmarks/bench_moe.py --shape qwen3-30b-a3b --format int4-g32 --tokens 1,4,16,64,512
+	$(RUN) benchmarks/bench_moe.py --shape qwen3-30b-a3b --formats int4-g32,k4,bf16
 
 dev: $(STAMPS)/package
 	@$(RUN) -c "from moestro import native; print('native module for', native.isa(), 'is up to date')"
