@@ -8,7 +8,7 @@ from typing import Any
 
 Content = dict[str, Any]
 
-BEGIN = "<!-- written by benchmarks/plot.py from benchmarks/results/compare-*.json -->"
+BEGIN = "<!-- written by benchmarks/plot.py from benchmarks/results/{}-*.json -->"
 END = "<!-- end of what benchmarks/plot.py writes -->"
 PARTS = {"operator": "MoE operator", "model": "Whole model"}
 
@@ -91,11 +91,39 @@ def _task(task: str) -> str:
     return f"{kind} {number}" if kind == "prefill" else f"{kind} at {number}"
 
 
+def moe_lines(results: Path) -> list[str]:
+    """A table per shape and number of threads: how near the MoE operator is to the limits."""
+    lines = []
+    for path in sorted(results.glob("moe-*.json"), reverse=True):
+        content = json.loads(path.read_text())
+        limits, formats = content["limits"], content["formats"]
+        counts = [row["tokens"] for row in next(iter(formats.values()))]
+        threads = "1 thread" if limits["threads"] == 1 else f"{limits['threads']} threads"
+        lines += [
+            f"Shape of {content['shape']}, {threads}, {limits['cpu']}, `{limits['isa']}`, Moestro "
+            f"{content['moestro']}; read probe in GB/s: median {limits['read_gb_s']:.0f}, "
+            f"{limits['read_gb_s_min']:.0f} to {limits['read_gb_s_max']:.0f}.",
+            "",
+            f"| weights | {' | '.join(map(_tokens, counts))} |",
+            "|---" * (len(counts) + 1) + "|",
+        ]
+        lines += [
+            f"| `{name}` | {' | '.join(map(_shares, rows))} |" for name, rows in formats.items()
+        ]
+        lines.append("")
+    return lines
+
+
+def _shares(row: Content) -> str:
+    limit = "dot" if row["frac_of_bf16_peak"] is None else "bf16"
+    of_read, of_peak = row["frac_of_read_bw"], row[f"frac_of_{limit}_peak"]
+    read, peak = f"{of_read:.0%} of read", f"{of_peak:.0%} of {limit}"
+    return f"**{read}**, {peak}" if of_read > of_peak else f"{read}, **{peak}**"
+
+
 def write(page: Path, results: Path, images: Path) -> None:
-    """Replace what is between the two marks of ``page``. Raises ValueError without them."""
-    text = page.read_text()
-    if text.count(BEGIN) != 1 or text.count(END) != 1:
-        raise ValueError(f"{page} should have one line {BEGIN!r} and one {END!r}")
+    """Replace what is between the marks of ``page``. Raises ValueError without them."""
+    text = _replaced(page, page.read_text(), "moe", moe_lines(results))
     lines = []
     tables = {"operator": operator_table, "model": model_table}
     for part, title in PARTS.items():
@@ -109,5 +137,12 @@ def write(page: Path, results: Path, images: Path) -> None:
         for content in contents:
             lines += [f"Against {content['peer']}: {setting(content)}.", ""]
             lines += [*tables[part](content), ""]
-    before, rest = text.split(BEGIN)
-    page.write_text(f"{before}{BEGIN}\n\n" + "\n".join(lines) + END + rest.split(END)[1])
+    page.write_text(_replaced(page, text, "compare", lines))
+
+
+def _replaced(page: Path, text: str, results: str, lines: list[str]) -> str:
+    begin = BEGIN.format(results)
+    if text.count(begin) != 1 or END not in text.split(begin)[1]:
+        raise ValueError(f"{page} should have one line {begin!r} and after it {END!r}")
+    before, rest = text.split(begin)
+    return f"{before}{begin}\n\n" + "\n".join(lines) + END + rest.split(END, 1)[1]
