@@ -5,6 +5,7 @@ The engines themselves are not needed here.
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -179,6 +180,10 @@ def test_pieces_of_a_comparison_meet_in_one_file(tmp_path: Path) -> None:
     assert "0 kept" in other.save(tmp_path, {})
 
 
+#: what plot.py writes into the page
+PLACES = ("moe", "compare")
+
+
 def test_results_become_tables_in_the_page(tmp_path: Path) -> None:
     errors = {"source": 0.1, "decoded": 0.01}
     shares = {"ours_of_read": 0.9, "peer_of_read": 0.5, "ratio_min": 1.5, "ratio_max": 1.7}
@@ -187,11 +192,21 @@ def test_results_become_tables_in_the_page(tmp_path: Path) -> None:
     row |= {"ours_error": errors, "peer_error": errors, "peer_of_peak": 0.1} | shares | times
     facts: dict[str, object] = {"threads": 1, "cpu": "c", "isa": "i", "shape": "s"}
     report(facts | {"moestro": "1", "peer": "x 2"}, [row]).save(tmp_path, {})
+    moe_row = {"tokens": 4, "frac_of_read_bw": 0.9, "frac_of_dot_peak": 0.2}
+    content = {
+        "shape": "s",
+        "moestro": "1",
+        "limits": facts | {"read_gb_s": 5.0, "read_gb_s_min": 4.0, "read_gb_s_max": 6.0},
+        "formats": {"f": [moe_row | {"frac_of_bf16_peak": None}]},
+    }
+    (tmp_path / "moe-s-t1.json").write_text(json.dumps(content))
+    places = [f"{tables.BEGIN.format(part)}\nold\n{tables.END}\n" for part in PLACES]
     page = tmp_path / "page.md"
-    page.write_text(f"before\n{tables.BEGIN}\nold\n{tables.END}\nafter\n")
+    page.write_text(f"before\n{'between'.join(places)}after\n")
     tables.write(page, tmp_path, tmp_path / "images")
     once = page.read_text()
     assert "| a | `f` | **1.60×** 500 µs (90% of read) | 1.0e-02, 1.0e-02 |" in once
+    assert "| `f` | **90% of read**, 20% of dot |" in once and "between" in once
     assert once.startswith("before\n") and once.endswith("after\n") and "old" not in once
     tables.write(page, tmp_path, tmp_path / "images")
     assert page.read_text() == once
@@ -199,4 +214,5 @@ def test_results_become_tables_in_the_page(tmp_path: Path) -> None:
 
 def test_the_page_has_a_place_for_the_tables() -> None:
     text = (BENCHMARKS.parent / "docs" / "BENCHMARKS.md").read_text()
-    assert text.count(tables.BEGIN) == text.count(tables.END) == 1
+    assert [text.count(tables.BEGIN.format(part)) for part in PLACES] == [1, 1]
+    assert text.count(tables.END) == 2
