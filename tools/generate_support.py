@@ -82,6 +82,31 @@ def model_table() -> str:
     return table(["model_type", "What it is"], rows)
 
 
+def accelerator() -> str:
+    """From the source: reading it needs no accelerator's libraries."""
+    folder = ROOT / "src/moestro/devices/cuda"
+    table_of = ast.parse((folder / "formats.py").read_text(encoding="utf-8"))
+    stems = next(
+        [key.value for key in node.value.keys if isinstance(key, ast.Constant)]
+        for node in table_of.body
+        if isinstance(node, ast.AnnAssign) and isinstance(node.value, ast.Dict)
+    )
+    ops = [
+        node.name
+        for node in ast.walk(ast.parse((folder / "ops.py").read_text(encoding="utf-8")))
+        if isinstance(node, ast.FunctionDef)
+        and any(isinstance(d, ast.Name) and d.id == "op" for d in node.decorator_list)
+    ]
+    return (
+        "Kernels for NVIDIA and AMD cards, checked without one so far and not yet used by whole "
+        "models ([decision](decisions/0009-accelerator-kernels.md)). Ops: "
+        + ", ".join(f"`{name}`" for name in ops)
+        + ". Weight formats, in all their groups: "
+        + ", ".join(f"`{stem}`" for stem in sorted(map(str, stems)))
+        + "."
+    )
+
+
 def page() -> str:
     sections = {
         "Models": model_table(),
@@ -92,6 +117,7 @@ def page() -> str:
         "Instruction sets": "Chosen when the program starts; `MOESTRO_ISA` forces one: "
         + ", ".join(f"`{name}`" for name in isa_names())
         + ".",
+        "Accelerators": accelerator(),
         "Ops": op_table(),
     }
     body = "".join(f"\n## {title}\n\n{text}\n" for title, text in sections.items())

@@ -48,7 +48,12 @@ RULES: Sequence[WordRule] = (
         name="format names live in the formats rooms",
         pattern=f"{_GROUPED}|{_QUOTED}",
         searched=(SRC, "csrc"),
-        rooms=(f"{SRC}/formats", f"{SRC}/checkpoints/quant_configs.py", "csrc/formats"),
+        rooms=(
+            f"{SRC}/formats",
+            f"{SRC}/checkpoints/quant_configs.py",
+            f"{SRC}/devices/cuda/formats.py",
+            "csrc/formats",
+        ),
     ),
     WordRule(
         name="model names live in models/",
@@ -58,8 +63,8 @@ RULES: Sequence[WordRule] = (
         rooms=(f"{SRC}/models", f"{SRC}/text/pretokenizers.py"),
     ),
     WordRule(
-        name="cuda lives in devices/cuda, machine and integrations",
-        pattern=r"(?i)cuda",
+        name="cuda and triton live in devices/cuda, machine and integrations",
+        pattern=r"(?i)cuda|triton",
         searched=(SRC, "csrc"),
         rooms=(f"{SRC}/devices/cuda", f"{SRC}/machine", f"{SRC}/integrations"),
     ),

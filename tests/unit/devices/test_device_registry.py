@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from moestro import devices
-from moestro.core.errors import InvalidRequest
+from moestro.core.errors import InvalidRequest, UnsupportedOp
 from moestro.ops.reference import ReferenceOps
 
 
@@ -23,6 +23,11 @@ def test_reference_device_sets_the_threads_of_torch():
     devices.get("reference").set_threads(before + 1)
     assert torch.get_num_threads() == before + 1
     devices.get("reference").set_threads(before)
+
+
+def test_a_device_without_all_ops_says_what_it_lacks():
+    with pytest.raises(UnsupportedOp, match=r"does not run whole models yet.*device='cpu'"):
+        devices.get("cuda")
 
 
 def test_unknown_device_lists_the_known_ones():
