@@ -17,6 +17,8 @@ const char* python_name(ErrorKind kind) {
       return "UnsupportedFormat";
     case ErrorKind::kCheckpoint:
       return "CheckpointError";
+    case ErrorKind::kStorage:
+      return "StorageError";
     case ErrorKind::kInvalidRequest:
       break;
   }

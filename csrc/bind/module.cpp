@@ -9,6 +9,7 @@ NB_MODULE(_core, m) {
   moestro::init_latent_ops(m);
   moestro::init_matrix_ops(m);
   moestro::init_tiers(m);
+  moestro::init_stream(m);
   moestro::init_moe_op(m);
   moestro::init_packing(m);
 }

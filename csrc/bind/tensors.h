@@ -84,5 +84,6 @@ void init_matrix_ops(nb::module_& m);
 void init_moe_op(nb::module_& m);
 void init_packing(nb::module_& m);
 void init_tiers(nb::module_& m);
+void init_stream(nb::module_& m);
 
 }  // namespace moestro

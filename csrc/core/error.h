@@ -6,7 +6,7 @@
 
 namespace moestro {
 
-enum class ErrorKind { kInvalidRequest, kUnsupportedOp, kUnsupportedFormat, kCheckpoint };
+enum class ErrorKind { kInvalidRequest, kUnsupportedOp, kUnsupportedFormat, kCheckpoint, kStorage };
 
 class Error : public std::runtime_error {
  public:

@@ -11,6 +11,7 @@ int main() {
   };
   const Test tests[] = {{"tile model", moestro_test::test_tile_model},
                         {"team", moestro_test::test_team},
+                        {"reader", moestro_test::test_reader},
                         {"ops", moestro_test::test_ops}};
   int failed = 0;
   for (const Test& test : tests) {

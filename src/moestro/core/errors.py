@@ -19,6 +19,12 @@ class CheckpointError(MoestroError):
     exit_code = 3
 
 
+class StorageError(MoestroError):
+    """A file that experts are read from while the model runs fails, or was cut or changed."""
+
+    exit_code = 9
+
+
 class UnsupportedFormat(MoestroError):
     """A weight type or quantization that no format here reads (or not without loss)."""
 
