@@ -13,8 +13,8 @@ from typing import Any, cast
 from moestro.core.errors import InvalidRequest
 from moestro.engine.config import EngineConfig
 from moestro.engine.loading import Loaded, load_engine
-from moestro.engine.plan import MemoryPlan
 from moestro.engine.request import Completion, Output, Request, SamplingParams
+from moestro.memory.plan import Plan
 from moestro.text import Tokenizer
 
 Message = Mapping[str, Any]
@@ -108,7 +108,7 @@ class LLM:
         return self._open.engine.context
 
     @property
-    def plan(self) -> MemoryPlan:
+    def plan(self) -> Plan:
         """Where the memory goes."""
         return self._open.plan
 

@@ -300,7 +300,7 @@ def test_the_plan_covers_what_is_allocated(tmp_path: Path, family: str, device: 
         device=device.name,
         progress=lambda done, total: totals.append((done, total)),
     )
-    runner, plan = loaded.engine._runner, loaded.plan
+    runner, plan = loaded.engine._runner, loaded.plan.ram
     caches = [t for layer in runner._cache for t in (layer.k, layer.v)]
     assert sum(t.numel() * t.element_size() for t in caches) == plan.kv
     assert runner._buffers.nbytes <= plan.buffers

@@ -47,7 +47,7 @@ def test_an_int8_cache_takes_less_memory_and_reads_back_what_it_wrote(
         with LLM(folder, kv_dtype=kv_dtype, **options) as llm:
             first = llm.generate("a longer text than one page of keys", GREEDY)[0]
             again = llm.generate("a longer text than one page of keys", GREEDY)[0]
-            texts[kv_dtype], sizes[kv_dtype] = first.text, llm.plan.page_bytes
+            texts[kv_dtype], sizes[kv_dtype] = first.text, llm.plan.page_nbytes
             assert again.token_ids == first.token_ids
             assert again.usage.cached_tokens > 0  # the prefix, read back from the cache
     # 16 channels: a byte each, one scale of two bytes per key and per value

@@ -174,7 +174,7 @@ class Conversation:
             usage = self.last.usage
             note(stats_line(self.last))
             note(f"context: {usage.total_tokens} of {self.llm.context} tokens used")
-        note(f"memory: {format_bytes(self.llm.plan.total)} for weights, KV cache and buffers")
+        note(f"memory: {format_bytes(self.llm.plan.ram.total)} for weights, KV cache and buffers")
 
     def save(self, path: str) -> None:
         """Write the conversation. Raises InvalidRequest without a name or where it fails."""

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import platform
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from moestro.cli import _self_check
+from moestro.cli import _rates, _self_check
 from moestro.cli._options import JsonOption
 from moestro.cli._terminal import print_json
 from moestro.core import env, log
-from moestro.core.errors import MoestroError, SelfCheckError
+from moestro.core.errors import InvalidRequest, MoestroError, SelfCheckError
 from moestro.core.units import format_bytes
 
 if TYPE_CHECKING:
@@ -22,9 +23,27 @@ _HUGE_PAGE_TEST = 16 << 20
 _PACKAGES = ("moestro", "torch", "numpy", "tokenizers", "jinja2", "huggingface_hub")
 
 
-def doctor(as_json: JsonOption = False) -> None:
+def doctor(
+    as_json: JsonOption = False,
+    measure: Annotated[
+        bool,
+        typer.Option(
+            "--measure",
+            help="measure memory, arithmetic, disk and accelerator (some 20 seconds) and keep it "
+            "for plans",
+        ),
+    ] = False,
+    path: Annotated[
+        Path,
+        typer.Option("--path", help="a file or directory on the disk to measure (with --measure)"),
+    ] = Path("."),
+) -> None:
     """Show the machine, what of it is used and how, and check every kernel on this CPU."""
     report = collect()
+    if "problem" not in report["native"]:
+        report["measured"] = _rates.collect(path.expanduser(), anew=measure)
+    elif measure:
+        raise InvalidRequest(report["native"]["problem"])
     if as_json:
         print_json(report)
     else:
@@ -130,7 +149,8 @@ def show(report: dict[str, Any]) -> None:
     lines = Table(show_header=False, box=None, pad_edge=False)
     lines.add_column(style="bold", no_wrap=True)
     lines.add_column(overflow="fold")
-    for name, text in [*_machine_lines(report), *_used_lines(report)]:
+    measured = _rates.lines(report.get("measured"))
+    for name, text in [*_machine_lines(report), *_used_lines(report), *measured]:
         lines.add_row(name, text)
     console.print(lines)
     if report["self_check"]:

@@ -13,7 +13,7 @@ import typer
 from moestro.core.errors import MoestroError
 
 #: in the order of --help; each is a module here with a function of the same name
-COMMANDS = ("chat", "run", "demo", "bench", "convert", "doctor")
+COMMANDS = ("chat", "run", "demo", "bench", "convert", "plan", "doctor")
 
 app = typer.Typer(
     name="moestro",

@@ -29,3 +29,12 @@ def format_bytes(n: float) -> str:
             return f"{n:.0f} {unit}" if unit == "B" else f"{n:.3g} {unit}"
         n /= 1024
     return f"{n:.3g} TiB"
+
+
+def format_rate(n: float) -> str:
+    """Bytes per second in decimal units, as drives and memory are sold: ``37.2 GB/s``."""
+    for unit in ("B/s", "kB/s", "MB/s", "GB/s"):
+        if abs(n) < 1000:
+            return f"{n:.3g} {unit}"
+        n /= 1000
+    return f"{n:.3g} TB/s"

@@ -2,33 +2,23 @@
 
 from __future__ import annotations
 
-import math
 import os
 import time
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from moestro import devices, models
 from moestro.checkpoints import Checkpoint, open_checkpoint
-from moestro.checkpoints.packed import PackedCheckpoint
 from moestro.core.errors import CheckpointError
 from moestro.engine.config import EngineConfig
 from moestro.engine.engine import Engine
-from moestro.engine.plan import MemoryPlan, plan_memory
-from moestro.formats.base import PackedWeight
-from moestro.machine import facts
-from moestro.memory.expert_bank import ExpertBank
-from moestro.memory.loader import Weights, load_weights
+from moestro.engine.plan import plan_memory, ram_budget
+from moestro.engine.shape import model_shape
+from moestro.memory.loader import load_weights
+from moestro.memory.plan import Plan
 from moestro.memory.policy import FormatPolicy
-from moestro.memory.sources import ExpertsSource, resolve
-from moestro.memory.weights import WeightSpec
 from moestro.models.spec import ModelDescription
 from moestro.text import Tokenizer, load_tokenizer
-
-#: part of the memory available now that a run may plan with; the rest is for what is not planned:
-#: the interpreter, tokenizers, thread stacks, other programs
-_USABLE = 0.95
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +32,7 @@ class Loaded:
     engine: Engine
     tokenizer: Tokenizer
     description: ModelDescription
-    plan: MemoryPlan
+    plan: Plan
     format_name: str
     isa: str
     threads: int
@@ -74,14 +64,9 @@ def load_engine(
     checkpoint = open_checkpoint(model, revision=revision, offline=offline)
     try:
         description = models.describe(checkpoint)
-        target.check_formats(weight_formats(checkpoint, description.weights, policy))
-        plan = plan_memory(
-            description.spec,
-            config,
-            weights=weights_nbytes(checkpoint, description.weights, policy),
-            scratch_per_token=_scratch_per_token(description),
-            budget=_budget(config),
-        )
+        shape = model_shape(checkpoint, description, policy, kv_dtype=config.kv_dtype)
+        target.check_formats(shape.format_names)
+        plan = plan_memory(shape, config, budget=ram_budget(config))
         tokenizer = load_tokenizer(checkpoint)
         _check_vocabulary(checkpoint, tokenizer, description)
         weights = load_weights(checkpoint, description.weights, policy=policy, progress=progress)
@@ -94,64 +79,11 @@ def load_engine(
         tokenizer=tokenizer,
         description=description,
         plan=plan,
-        format_name=_main_format(weights),
+        format_name=shape.format_name,
         isa=target.isa,
         threads=threads,
         load_seconds=time.monotonic() - start,
     )
-
-
-def _budget(config: EngineConfig) -> int:
-    asked = config.memory_bytes()
-    return int(facts.available_memory() * _USABLE) if asked is None else asked
-
-
-def weights_nbytes(checkpoint: Checkpoint, specs: list[WeightSpec], policy: FormatPolicy) -> int:
-    """Bytes the weights will take in memory, from headers alone."""
-    if isinstance(checkpoint, PackedCheckpoint):
-        present = set(checkpoint.names())
-        return sum(checkpoint.info(s.key).nbytes for s in specs if s.key in present)
-    total = 0
-    for source in resolve(checkpoint, specs, policy):
-        if isinstance(source, ExpertsSource):
-            total += source.layout.nbytes * source.num_experts
-        elif source.format is None:
-            total += 4 * math.prod(source.spec.shape)
-        else:
-            total += source.format.nbytes(source.rows, source.cols)
-    return total
-
-
-def weight_formats(
-    checkpoint: Checkpoint, specs: list[WeightSpec], policy: FormatPolicy
-) -> set[str]:
-    """Names of the formats the weights will have in memory, from headers alone."""
-    if isinstance(checkpoint, PackedCheckpoint):
-        present = set(checkpoint.names())
-        entries = [checkpoint.entry(s.key) for s in specs if s.key in present]
-        names = {entry.format_name for entry in entries if entry.kind == "matrix"}
-        return names | {part.format_name for entry in entries for part in entry.parts}
-    names = set()
-    for source in resolve(checkpoint, specs, policy):
-        if isinstance(source, ExpertsSource):
-            names |= {part.format.name for part in source.parts}
-        elif source.format is not None:
-            names.add(source.format.name)
-    return names
-
-
-def _scratch_per_token(description: ModelDescription) -> int:
-    """Bytes of activation buffers per token of a step, from above: the residual stream and its
-    normed copy, and one float32 output of each matrix of the widest layer, as no buffer is shared
-    between unlike outputs.
-    """
-    widths: Counter[int] = Counter()
-    for spec in description.weights:
-        if spec.kind == "matrix" and spec.layer >= 0:
-            widths[spec.layer] += spec.shape[0]
-        elif spec.kind == "experts":
-            widths[spec.layer] += 2 * spec.shape[0] + spec.shape[2]
-    return 4 * (2 * description.spec.hidden_size + max(widths.values(), default=0))
 
 
 def _check_vocabulary(
@@ -163,13 +95,3 @@ def _check_vocabulary(
             f"{checkpoint.path}: the tokenizer has {tokenizer.vocab_size} tokens, the model only "
             f"{description.spec.vocab_size}; tokenizer and weights do not belong together"
         )
-
-
-def _main_format(weights: Weights) -> str:
-    sizes: Counter[str] = Counter()
-    for weight in weights.values():
-        if isinstance(weight, ExpertBank):
-            sizes[weight.projections[0].format_name] += weight.nbytes
-        elif isinstance(weight, PackedWeight):
-            sizes[weight.format_name] += weight.nbytes
-    return sizes.most_common(1)[0][0] if sizes else ""
