@@ -147,6 +147,41 @@ class Table:
         raise NotImplementedError
 
 
+def time_attention(tokens: int, context: int, at: Limits) -> None:
+    from moestro.devices.cuda.ops import CudaOps  # noqa: PLC0415
+    from moestro.ops.contracts import Batch, KvLayer  # noqa: PLC0415
+
+    heads, kv_heads, depth, page = 32, 4, 128, 64
+    pages = context // page
+    shape = (tokens * pages, kv_heads, page // 16, depth, 16)
+    caches = [
+        KvLayer(
+            k=torch.randn(shape, device="cuda", dtype=torch.bfloat16),
+            v=torch.randn((*shape[:2], page, depth), device="cuda", dtype=torch.bfloat16),
+        )
+        for _ in range(2)
+    ]
+    batch = Batch(
+        counts=torch.tensor([tokens, 0], dtype=torch.int32, device="cuda"),
+        token_ids=torch.zeros(tokens, dtype=torch.int32, device="cuda"),
+        positions=torch.full((tokens,), context - 1, dtype=torch.int32, device="cuda"),
+        slots=torch.arange(tokens, dtype=torch.int32, device="cuda"),
+        page_table=torch.randperm(tokens * pages, device="cuda").int().view(tokens, pages),
+        logit_rows=torch.zeros(1, dtype=torch.int32, device="cuda"),
+    )
+    q = torch.randn(tokens, heads * depth, device="cuda")
+    out, ops = torch.empty_like(q), CudaOps(dot())
+
+    def run() -> None:
+        for cache in caches:
+            ops.attention(q, cache, out, batch, heads=heads, scale=depth**-0.5)
+
+    time = seconds(run) / len(caches)
+    read = 2 * caches[0].k.nbytes
+    flops = 4 * tokens * context * heads * depth
+    report("attend", f"{context}", tokens, time, read, flops, at)
+
+
 def dot() -> str:
     return "dp4a" if torch.version.hip is None else "bytes"
 
@@ -165,11 +200,13 @@ def main(arguments: list[str] | None = None) -> int:
             return 1
     at = measure_limits()
     print(f"copy {at.copy / 1e9:.0f} GB/s, bfloat16 matmul {at.matmul / 1e12:.0f} TFLOP/s")
-    print("op       format    tokens        us     GB/s of copy  TFLOP/s of mm")
+    print("op       what      tokens        us     GB/s of copy  TFLOP/s of mm")
     for measure in (time_linear, time_moe):
         for name in FORMATS:
             for tokens in TOKENS:
                 measure(name, tokens, at)
+    for tokens, context in ((1, 4096), (1, 65536), (8, 16384)):
+        time_attention(tokens, context, at)
     return 0
 
 

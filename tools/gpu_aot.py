@@ -3,9 +3,10 @@
 python tools/gpu_aot.py                                  # all of them for all targets
 python tools/gpu_aot.py --targets sm_90 --formats k4 --kernels linear
 
-Per kernel, format, form (few rows: dots by words; many: matrix units) and target: registers per
-thread, shared memory per block, bytes or registers spilled. Ops are issued as ever, on a stand-in
-for the driver that compiles what it should launch; so these are the very launches of a card.
+Per kernel, format (of weights, or of the cache), form (few tokens or many) and target: registers
+per thread, shared memory per block, and what is spilled to memory (NVIDIA: bytes of stack; AMD:
+vector registers). Ops are issued as ever, on a stand-in for the driver that compiles what it should
+launch; so these are the very launches of a card.
 Stops at what does not compile. Needs triton, no card.
 """
 
@@ -29,7 +30,8 @@ from triton.runtime import driver
 from moestro.devices.cuda import formats
 from moestro.devices.cuda.launches import Launch
 from moestro.devices.cuda.ops import CudaOps
-from moestro.ops.contracts import ExpertBiases, Projection
+from moestro.nn.kv_cache import allocate_kv, allocate_latent
+from moestro.ops.contracts import Batch, ExpertBiases, Projection
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -140,7 +142,28 @@ def issue_moe(ops: CudaOps, name: str, tokens: int) -> None:
     ops.moe(x, ids, weights, expert_table(name), torch.empty_like(x), rows_of(tokens))
 
 
-ISSUES = {"linear": issue_linear, "moe": issue_moe}
+def batch_of(tokens: int) -> Batch:
+    return Batch.allocate(tokens=tokens, slots=1, pages_per_slot=512, logits=1)
+
+
+def issue_attention(ops: CudaOps, dtype: str, tokens: int) -> None:
+    cache = allocate_kv(pages=1, page_size=64, kv_heads=4, head_dim=128, dtype=CACHES[dtype])
+    q = torch.empty(tokens, 32 * 128)
+    ops.attention(q, cache, torch.empty_like(q), batch_of(tokens), heads=32, scale=0.1)
+
+
+def issue_latent_attention(ops: CudaOps, dtype: str, tokens: int) -> None:
+    cache = allocate_latent(pages=1, page_size=64, rank=512, rope_dim=64, dtype=CACHES[dtype])
+    q, absorbed = torch.empty(tokens, 128 * 192), torch.empty(tokens, 128 * 512)
+    ops.latent_attention(
+        q, absorbed, cache, absorbed, batch_of(tokens), heads=128, scale=0.1
+    )  # fmt: skip
+
+
+#: by the op: issuing it for a weight format, or for a type of cache
+OF_WEIGHTS = {"linear": issue_linear, "moe": issue_moe}
+OF_CACHES = {"attention": issue_attention, "latent_attention": issue_latent_attention}
+CACHES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 
 
 def taken(compiled: object, target: GPUTarget) -> tuple[int, int, int]:
@@ -149,9 +172,8 @@ def taken(compiled: object, target: GPUTarget) -> tuple[int, int, int]:
     asm = compiled.asm  # type: ignore[attr-defined]
     if target.backend == "hip":
         text = asm["amdgcn"]
-        return _number(r"\.vgpr_count:\s+(\d+)", text), shared, sum(
-            _number(rf"\.{kind}gpr_spill_count:\s+(\d+)", text) for kind in "sv"
-        )  # fmt: skip
+        registers = _number(r"\.vgpr_count:\s+(\d+)", text)
+        return registers, shared, _number(r"\.vgpr_spill_count:\s+(\d+)", text)
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(asm["cubin"])
@@ -176,10 +198,11 @@ def compile_all(targets: list[str], names: list[str], kernels: list[str]) -> Ite
         driver.set_active(StandIn(target))
         dot = "dp4a" if target.backend == "cuda" else "bytes"
         for kernel in kernels:
-            for name in names:
+            issue = (OF_WEIGHTS | OF_CACHES)[kernel]
+            for name in [n for n in names if kernel in OF_WEIGHTS or n in CACHES]:
                 for form, tokens in FORMS.items():
                     seen: dict[str, object] = {}
-                    ISSUES[kernel](CompilingOps(dot, seen.__setitem__), name, tokens)
+                    issue(CompilingOps(dot, seen.__setitem__), name, tokens)
                     for function, compiled in seen.items():
                         yield Row(function, name, form, target_name, *taken(compiled, target))
 
@@ -188,7 +211,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--targets", default=",".join(TARGETS), help="comma separated")
     parser.add_argument("--formats", default=",".join(formats.names()), help="comma separated")
-    parser.add_argument("--kernels", default=",".join(ISSUES), help="comma separated")
+    parser.add_argument(
+        "--kernels", default=",".join(OF_WEIGHTS | OF_CACHES), help="comma separated"
+    )
     given = parser.parse_args(arguments)
     head = ("kernel", "format", "form", "target", "registers", "shared", "spilled")
     line = "{:<18} {:<11} {:<5} {:<8} {:>9} {:>7} {:>7}"

@@ -13,10 +13,18 @@ import torch
 from torch import Tensor
 
 from moestro.core.errors import InvalidRequest, UnsupportedOp
-from moestro.devices.cuda import launches
+from moestro.devices.cuda import attention, launches
 from moestro.devices.cuda.formats import TileFormat, tile_format
 from moestro.devices.cuda.launches import ExpertFormats, Launch, Rounded
-from moestro.ops.contracts import ACTIVATIONS, ExpertTable, Packed, SharedExperts
+from moestro.ops.contracts import (
+    ACTIVATIONS,
+    Batch,
+    ExpertTable,
+    KvLayer,
+    LatentKvLayer,
+    Packed,
+    SharedExperts,
+)
 from moestro.ops.dispatch import PythonOps, op
 
 
@@ -100,6 +108,43 @@ class CudaOps(PythonOps):
                 )
             )
         return rounded
+
+    @op
+    def attention(
+        self,
+        q: Tensor,
+        cache: KvLayer,
+        out: Tensor,
+        batch: Batch,
+        *,
+        heads: int,
+        scale: float,
+        window: int = 0,
+        softcap: float = 0.0,
+        sinks: Tensor | None = None,
+    ) -> None:
+        for launch in attention.attend(
+            q, cache, out, batch, heads=heads, scale=scale, window=window, softcap=softcap,
+            sinks=sinks,
+        ):  # fmt: skip
+            self.launch(launch)
+
+    @op
+    def latent_attention(
+        self,
+        q: Tensor,
+        absorbed: Tensor,
+        cache: LatentKvLayer,
+        out: Tensor,
+        batch: Batch,
+        *,
+        heads: int,
+        scale: float,
+    ) -> None:
+        for launch in attention.attend_latent(
+            q, absorbed, cache, out, batch, heads=heads, scale=scale
+        ):
+            self.launch(launch)
 
     @op
     def moe(

@@ -19,6 +19,12 @@ _E6 = tl.constexpr(float.fromhex("0x1.6c82fp-10"))
 _E5 = tl.constexpr(float.fromhex("0x1.122544p-7"))
 _E4 = tl.constexpr(float.fromhex("0x1.5555bep-5"))
 _E3 = tl.constexpr(float.fromhex("0x1.5554b2p-3"))
+_T5 = tl.constexpr(float.fromhex("0x1.0ea4dep-9"))
+_T4 = tl.constexpr(float.fromhex("-0x1.0a08aep-7"))
+_T3 = tl.constexpr(float.fromhex("0x1.636560p-6"))
+_T2 = tl.constexpr(float.fromhex("-0x1.b9f258p-5"))
+_T1 = tl.constexpr(float.fromhex("0x1.1110a4p-3"))
+_T0 = tl.constexpr(float.fromhex("-0x1.555554p-2"))
 _G8 = tl.constexpr(float.fromhex("-0x1.dd87a6p-6"))
 _G7 = tl.constexpr(float.fromhex("0x1.26db18p-3"))
 _G6 = tl.constexpr(float.fromhex("-0x1.05da6cp-2"))
@@ -68,6 +74,20 @@ def exp(x):
     whole = n.to(tl.int32)
     half = whole >> 1
     return p * power_of_two(half) * power_of_two(whole - half)
+
+
+@triton.jit
+def tanh(x):
+    """See f_tanh: a series near zero, beyond it by the exponential."""
+    z = x * x
+    q = tl.fma(tl.full(x.shape, _T5, tl.float32), z, tl.full(x.shape, _T4, tl.float32))
+    q = tl.fma(q, z, tl.full(x.shape, _T3, tl.float32))
+    q = tl.fma(q, z, tl.full(x.shape, _T2, tl.float32))
+    q = tl.fma(q, z, tl.full(x.shape, _T1, tl.float32))
+    q = tl.fma(q, z, tl.full(x.shape, _T0, tl.float32))
+    two = tl.full(x.shape, 2.0, tl.float32)
+    far = 1.0 - tl.div_rn(two, 1.0 + exp(x + x))
+    return tl.where(tl.abs(x) < 0.7, tl.fma(x * z, q, x), far)
 
 
 @triton.jit
