@@ -49,7 +49,7 @@ void ModelReader::wait(const std::atomic<int>& done) {
     end_any();
   }
   if (done.load(std::memory_order_acquire) == 2)
-    throw Error(ErrorKind::kCheckpoint, "a read of the model disk failed, as asked");
+    throw Error(ErrorKind::kStorage, "a read of the model disk failed, as asked");
 }
 
 }  // namespace moestro

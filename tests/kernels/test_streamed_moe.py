@@ -12,7 +12,7 @@ from test_moe import Case, make
 from torch import Tensor
 
 from moestro import native
-from moestro.core.errors import CheckpointError, InvalidRequest
+from moestro.core.errors import InvalidRequest, StorageError
 from moestro.memory.arena import aligned_buffer
 
 core = native.core
@@ -182,7 +182,7 @@ def test_a_failed_read_is_an_error_and_leaves_no_wrong_bytes(threads: int) -> No
             one = streamed(case, slots, queue=4)
             for reads in (0, 1, 3, 0):
                 one.reader.fail_after(reads)
-                with pytest.raises(CheckpointError, match="model disk"):
+                with pytest.raises(StorageError, match="model disk"):
                     for seed in range(50):
                         reroute(case, seed)
                         one.run()

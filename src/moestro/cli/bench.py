@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 import resource
 from collections.abc import Sequence
@@ -63,6 +64,7 @@ def bench(
             "threads": llm.loaded.threads,
             "prefill": [{"tokens": n, "tok_s": prefill_rate(llm, n)} for n in prompts],
             "decode": [{"context": n, "tok_s": decode_rate(llm, n, tokens)} for n in contexts],
+            "streaming": streaming(llm),
             "load_s": round(llm.loaded.load_seconds, 3),
             "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         }
@@ -110,6 +112,19 @@ def decode_rate(llm: LLM, context: int, tokens: int) -> float:
     return round(measure(llm, context, tokens).timings.decode_rate(tokens), 2)
 
 
+def streaming(llm: LLM) -> dict[str, Any] | None:
+    """What was read from disk, as ``StreamStats`` says; None where nothing is."""
+    if llm.loaded.streaming is None:
+        return None
+    stats = llm.loaded.streaming.stats()
+    return {
+        **dataclasses.asdict(stats),
+        "hit_rate": round(stats.hit_rate, 4),
+        "bytes_s": round(stats.rate),
+        "text": str(stats),
+    }
+
+
 def show(report: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
@@ -128,3 +143,5 @@ def show(report: dict[str, Any]) -> None:
     for row in report["decode"]:
         table.add_row("decode at", str(row["context"]), f"{row['tok_s']:.1f}")
     console.print(table)
+    if report["streaming"] is not None:
+        console.print(report["streaming"]["text"])

@@ -175,6 +175,8 @@ class Conversation:
             note(stats_line(self.last))
             note(f"context: {usage.total_tokens} of {self.llm.context} tokens used")
         note(f"memory: {format_bytes(self.llm.plan.ram.total)} for weights, KV cache and buffers")
+        if self.llm.loaded.streaming is not None:
+            note(str(self.llm.loaded.streaming.stats()))
 
     def save(self, path: str) -> None:
         """Write the conversation. Raises InvalidRequest without a name or where it fails."""

@@ -60,6 +60,8 @@ def run(
             write("\n")
             if stats:
                 note(stats_line(stream.completion()))
+            if llm.loaded.streaming is not None:
+                note(str(llm.loaded.streaming.stats()))
 
 
 def read_prompt(prompt: str | None) -> str:

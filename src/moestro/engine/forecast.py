@@ -65,7 +65,6 @@ def forecast_checkpoint(
         ram=machine.memory if asked is None else asked,
         accelerator=budget,
         disk=machine.disk is not None,
-        read_ahead=machine.queue_depth,
     )
     return make_forecast(
         shape,
@@ -81,10 +80,7 @@ def forecast_checkpoint(
 def _not_yet(shape: ModelShape) -> dict[Any, str]:
     found: dict[Any, str] = dict(NOT_YET)
     if not shape.packed:
-        found["disk"] = "; ".join(
-            filter(None, [found.get("disk"), "experts stay on disk only in models that moestro "
-                          "convert has packed"])
-        )  # fmt: skip
+        found["disk"] = "experts stay on disk only in models that moestro convert has packed"
     return found
 
 

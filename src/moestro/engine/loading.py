@@ -13,10 +13,11 @@ from moestro.core.errors import CheckpointError
 from moestro.engine.config import EngineConfig
 from moestro.engine.engine import Engine
 from moestro.engine.plan import plan_memory, ram_budget
-from moestro.engine.shape import model_shape
+from moestro.engine.shape import is_routed, model_shape
 from moestro.memory.loader import load_weights
 from moestro.memory.plan import Plan
 from moestro.memory.policy import FormatPolicy
+from moestro.memory.streamed_bank import Streaming
 from moestro.models.spec import ModelDescription
 from moestro.text import Tokenizer, load_tokenizer
 
@@ -26,7 +27,8 @@ class Loaded:
     """An engine with its tokenizer and the facts of how it came to be.
 
     format_name: the format that holds most of the weights' bytes. isa: the instruction set or
-    library that computes. load_seconds: from opening to ready.
+    library that computes. load_seconds: from opening to ready. streaming: what is read from disk
+    while the model runs; None if all of it is in memory.
     """
 
     engine: Engine
@@ -37,6 +39,7 @@ class Loaded:
     isa: str
     threads: int
     load_seconds: float
+    streaming: Streaming | None = None
 
 
 def load_engine(
@@ -69,7 +72,14 @@ def load_engine(
         plan = plan_memory(shape, config, budget=ram_budget(config))
         tokenizer = load_tokenizer(checkpoint)
         _check_vocabulary(checkpoint, tokenizer, description)
-        weights = load_weights(checkpoint, description.weights, policy=policy, progress=progress)
+        slots = {
+            spec.key: plan.slots[spec.layer]
+            for spec in description.weights
+            if is_routed(spec) and spec.layer in plan.slots
+        }
+        weights = load_weights(
+            checkpoint, description.weights, policy=policy, progress=progress, slots=slots
+        )
     finally:
         checkpoint.close()
     built = models.build(description, weights, target, max_positions=plan.context)
@@ -83,6 +93,7 @@ def load_engine(
         isa=target.isa,
         threads=threads,
         load_seconds=time.monotonic() - start,
+        streaming=Streaming.of(weights.values()),
     )
 
 

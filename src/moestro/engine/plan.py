@@ -17,7 +17,6 @@ USABLE = 0.95
 #: tiers that plans know and this version does not compute from, with what is said about it
 NOT_YET: dict[Tier, str] = {
     "accelerator": "weights on an accelerator are planned, but not computed there yet",
-    "disk": "experts on disk are planned, but not read from there while running yet",
 }
 
 
@@ -42,12 +41,15 @@ def ram_budget(config: EngineConfig) -> int:
 
 
 def plan_memory(shape: ModelShape, config: EngineConfig, *, budget: int) -> Plan:
-    """The plan of a run on the CPU with everything in RAM; ``budget`` in bytes.
+    """The plan of a run on the CPU; ``budget`` in bytes of RAM. Experts that do not fit stay on
+    disk if the model was converted.
 
     Raises OutOfBudget with the numbers when not even one sequence fits, InvalidRequest for a
     context beyond the model's own.
     """
     plan = make_plan(shape, demand_of(config), Budgets(ram=budget))
+    if not plan.fits and shape.packed and shape.experts:
+        plan = make_plan(shape, demand_of(config), Budgets(ram=budget, disk=True))
     if not plan.fits:
         raise OutOfBudget(_shortfall(plan, config))
     return plan
@@ -68,8 +70,15 @@ def _shortfall(plan: Plan, config: EngineConfig) -> str:
         f"  {name:<9}{format_bytes(size):>10}{'  ' + text if text else ''}"
         for name, size, text in rows
     )
+    convert = ""
+    if plan.shape.experts and not plan.shape.packed:
+        convert = (
+            "\nOr convert the model once (moestro convert MODEL OUT) and run that: experts of a "
+            "converted model are read from disk when they are needed"
+        )
     return (
         f"the model does not fit into the memory budget:\n{table}\n"
         "Ways out: a smaller weight format (formats), a smaller context, fewer tokens a step "
         "(max_batch_tokens), or a larger budget (memory); moestro plan shows what each would do"
+        + convert
     )

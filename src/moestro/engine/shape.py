@@ -108,7 +108,7 @@ class _Found:
     def groups(self) -> list[Group]:
         gathered: dict[str, list[_Part]] = defaultdict(list)
         for part in self._parts:
-            if not _is_routed(part.spec):
+            if not is_routed(part.spec):
                 gathered[_group_key(part.spec)].append(part)
         head = any(part.spec.role == "lm_head" for part in self._parts)
         groups = []
@@ -138,7 +138,7 @@ class _Found:
                 products=part.products,
             )
             for part in self._parts
-            if _is_routed(part.spec)
+            if is_routed(part.spec)
         ]
 
     def looked_up(self) -> frozenset[str]:
@@ -158,7 +158,7 @@ class _Found:
         return sizes.most_common(1)[0][0] if sizes else ""
 
 
-def _is_routed(spec: WeightSpec) -> bool:
+def is_routed(spec: WeightSpec) -> bool:
     return spec.kind == "experts" and spec.role == "experts"
 
 

@@ -116,6 +116,7 @@ class ExpertBank:
 
     @property
     def nbytes(self) -> int:
+        """Bytes of memory it takes."""
         return self.buffer.numel()
 
     def set_biases(self, biases: ExpertBiases) -> None:
@@ -139,10 +140,13 @@ class ExpertBank:
         require_permutations(orders, shape, self.name)
         self.input_orders = orders
 
-    def blob(self, index: int) -> Tensor:
-        """One expert's bytes, uint8 [layout.nbytes], as a view."""
+    def _require(self, index: int) -> None:
         if not 0 <= index < self.num_experts:
             raise InvalidRequest(f"{self.name} has experts 0..{self.num_experts - 1}, not {index}")
+
+    def blob(self, index: int) -> Tensor:
+        """One expert's bytes, uint8 [layout.nbytes], as a view."""
+        self._require(index)
         start = index * self.layout.nbytes
         return self.buffer[start : start + self.layout.nbytes]
 

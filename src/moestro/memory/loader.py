@@ -4,7 +4,7 @@ the next ones are read.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from functools import partial
 from typing import cast
@@ -35,18 +35,20 @@ def load_weights(
     *,
     policy: FormatPolicy,
     progress: Progress | None = None,
+    slots: Mapping[str, int] | None = None,
 ) -> Weights:
     """Load every spec: matrices as PackedWeight, vectors as float32, experts as ExpertBank, by key.
 
     With an empty policy every weight keeps the checkpoint's values exactly; formats that the policy
-    names are quantized to. ``progress(done, total)`` counts bytes read from the checkpoint.
+    names are quantized to. ``progress(done, total)`` counts bytes read from the checkpoint. slots:
+    of a packed model, how many experts of a layer are kept in memory, by key; without all of them.
 
     Raises CheckpointError for missing, misshapen or non-finite weights; UnsupportedFormat for types
     without an exact format; OutOfBudget when memory does not suffice.
     """
     report = progress or (lambda done, total: None)
     if isinstance(checkpoint, PackedCheckpoint):
-        return load_packed(checkpoint, specs, policy, report)
+        return load_packed(checkpoint, specs, policy, report, slots)
     sources = with_orders(checkpoint, resolve(checkpoint, specs, policy))
     total = sum(source.source_nbytes for source in sources)
     weights: Weights = {}

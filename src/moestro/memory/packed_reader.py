@@ -5,7 +5,7 @@ Several threads read at once: one alone waits for a fast disk, and for the kerne
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
@@ -19,6 +19,7 @@ from moestro.memory.arena import HugePageArena
 from moestro.memory.expert_bank import BlobLayout, ExpertBank
 from moestro.memory.input_orders import attach_orders, order_spec
 from moestro.memory.policy import FormatPolicy
+from moestro.memory.streamed_bank import BlobsOnDisk, ExpertFiles, StreamedBank
 from moestro.memory.weights import WeightSpec
 
 # What one thread reads at a time: long for the disk, short enough to show progress.
@@ -32,8 +33,10 @@ def load_packed(
     specs: Sequence[WeightSpec],
     policy: FormatPolicy,
     report: Callable[[int, int], None],
+    slots: Mapping[str, int] | None = None,
 ) -> dict[str, PackedWeight | Tensor | ExpertBank]:
-    """Every spec's weight by key. Raises CheckpointError if the directory does not hold what the
+    """Every spec's weight by key; experts with fewer ``slots`` than there are stay on disk, in a
+    StreamedBank. Raises CheckpointError if the directory does not hold what the
     model needs, InvalidRequest if the policy names another format than it was converted to.
     """
     present = set(checkpoint.names())
@@ -49,8 +52,21 @@ def load_packed(
         _check(checkpoint, spec, entry, policy)
     weights: dict[str, PackedWeight | Tensor | ExpertBank] = {}
     arena = HugePageArena()
-    with _Reads(checkpoint, sum(entry.info.nbytes for _, entry in wanted), report) as reads:
+    few = {k: n for k, n in (slots or {}).items() if n < checkpoint.entry(k).shape[0]}
+    files = ExpertFiles(checkpoint.entry(key).info.file for key in few) if few else None
+    total = sum(entry.info.nbytes for spec, entry in wanted if spec.key not in few)
+    with _Reads(checkpoint, total, report) as reads:
         for spec, entry in wanted:
+            if files is not None and spec.key in few:
+                weights[spec.key] = StreamedBank(
+                    _layout(spec.key, entry),
+                    entry.shape[0],
+                    slots=few[spec.key],
+                    blobs=BlobsOnDisk(files=files, path=entry.info.file, offset=entry.info.offset),
+                    activation=spec.activation,
+                    name=spec.key,
+                )
+                continue
             if entry.kind == "experts":
                 layout, count = _layout(spec.key, entry), entry.shape[0]
                 bank = ExpertBank(layout, count, activation=spec.activation, name=spec.key)

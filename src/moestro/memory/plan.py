@@ -41,13 +41,13 @@ class Demand:
 @dataclass(frozen=True, kw_only=True)
 class Budgets:
     """Bytes of each tier. accelerator: None without one. disk: whether experts may stay there.
-    read_ahead: blobs that are read from disk at the same time.
+    read_ahead: blobs that are read elsewhere than into the slots they are used from.
     """
 
     ram: int
     accelerator: int | None = None
     disk: bool = False
-    read_ahead: int = 8
+    read_ahead: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

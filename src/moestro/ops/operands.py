@@ -42,6 +42,9 @@ class ExpertTable(Protocol):
 
     ``pointers`` is int64 [E]: the address of each expert's blob ``gate | up | down``.
     ``projections`` has for each of the three its format name, rows, cols and offset in the blob.
+
+    A table whose experts are not all in memory has an attribute ``cache`` besides, the native cache
+    that reads them (``memory.streamed_bank``), and its pointers are zero.
     """
 
     @property

@@ -80,7 +80,8 @@ def test_bench_has_exactly_the_documented_schema(model: Path, moestro: Run) -> N
     assert code == 0
     report = json.loads(out)
     assert list(report) == [
-        "model", "format", "isa", "threads", "prefill", "decode", "load_s", "peak_rss_bytes",
+        "model", "format", "isa", "threads", "prefill", "decode", "streaming", "load_s",
+        "peak_rss_bytes",
     ]  # fmt: skip
     assert [list(row) for row in report["prefill"]] == [["tokens", "tok_s"]] * 2
     assert [row["tokens"] for row in report["prefill"]] == [8, 40]
@@ -170,3 +171,25 @@ def test_version_and_help(moestro: Run) -> None:
     assert re.fullmatch(r"moestro \S+\n", moestro("--version")[1])
     code, out, _ = moestro("--help")
     assert code == 0 and "chat" in out
+
+
+def test_a_model_bigger_than_the_budget_runs_and_says_so(
+    model: Path, moestro: Run, tmp_path: Path
+) -> None:
+    packed = tmp_path / "packed"
+    assert moestro("convert", model, packed, "--formats", "experts=int4-g32")[0] == 0
+    with LLM(packed, max_sequences=1, context=128, max_batch_tokens=32) as llm:
+        budget = llm.plan.ram.total - 20000
+    limits = ("--memory", f"{budget}B", "--context", "128", "--max-batch-tokens", "32")
+    code, out, err = moestro("run", packed, "hello", *limits, *GREEDY)
+    assert code == 0
+    assert out == moestro("run", packed, "hello", *GREEDY)[1]
+    line = r"experts from disk: \d+ of \d+ in memory, \d+% found there, [\d.]+ \w+ read at .*/s\n"
+    assert re.fullmatch(line, err)
+    arguments = ("bench", packed, "--prefill", "8", "--decode", "8", "--tokens", "2", *limits)
+    assert re.search(line, moestro(*arguments)[1])
+    report = json.loads(moestro(*arguments, "--json")[1])
+    assert 0 < report["streaming"]["slots"] < report["streaming"]["experts"]
+    assert json.loads(moestro(*arguments[:2], *arguments[2:8], "--json")[1])["streaming"] is None
+    code, _, err = moestro("chat", packed, *limits, *GREEDY, stdin=b"hello\n/stats\n")
+    assert code == 0 and re.search(line, err)

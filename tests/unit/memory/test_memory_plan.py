@@ -205,7 +205,7 @@ def test_pins_beyond_a_tier_are_refused() -> None:
 def test_without_a_disk_all_experts_have_to_be_in_memory() -> None:
     plan = make_plan(model(), DEMAND, Budgets(ram=30 * MIB))
     assert not plan.fits and not plan.streams and plan.ram.missing > 0
-    streamed = make_plan(model(), DEMAND, Budgets(ram=35 * MIB, disk=True))
+    streamed = make_plan(model(), DEMAND, Budgets(ram=35 * MIB, disk=True, read_ahead=2))
     assert streamed.fits and streamed.streams and streamed.ram.staging > 0
 
 

@@ -348,6 +348,7 @@ class CpuOps:
             **_biases(experts),
             shared=others,
             accumulate=accumulate,
+            cache=getattr(experts, "cache", None),
         )
 
     def _keep(self, experts: ExpertTable) -> None:
