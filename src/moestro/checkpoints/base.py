@@ -59,4 +59,14 @@ class Checkpoint(Protocol):
         """The raw bytes (uint8, 1-D) of a tensor, or of first-axis indices [start, stop)."""
         ...
 
+    def read_range(self, name: str, start: int, nbytes: int) -> Tensor:
+        """Bytes [start, start + nbytes) of a tensor (uint8, 1-D)."""
+        ...
+
+    def read_once(self) -> None:
+        """From now on let what was read leave the page cache: for a pass over files that may be
+        larger than memory.
+        """
+        ...
+
     def close(self) -> None: ...

@@ -5,6 +5,7 @@ JSON that was written by strangers. Every failure is a CheckpointError that name
 from __future__ import annotations
 
 import json
+import mmap
 import os
 import stat
 import weakref
@@ -20,6 +21,7 @@ from moestro.core.units import format_bytes
 
 # One preadv moves at most 2 GiB - 4 KiB on Linux; smaller steps keep reads interruptible.
 _READ_STEP = 1 << 28
+_DROP_ALL = 1 << 26
 # json.loads turns n bytes into at most some 30 n bytes of objects; the safetensors format has the
 # same bound on its header.
 MAX_JSON_NBYTES = 100_000_000
@@ -54,6 +56,15 @@ class SourceFile:
             raise CheckpointError(f"{path} cannot be opened: {error.strerror}") from error
         self._close = weakref.finalize(self, os.close, self._fd)
         self.size = os.fstat(self._fd).st_size
+        self._once, self._undropped = False, 0
+
+    def read_once(self, *, in_order: bool = False) -> None:
+        """From now on let what was read leave the page cache. in_order: it will be read from its
+        start to its end; else the system is asked not to read ahead of what is wanted.
+        """
+        self._once = True
+        if not in_order:
+            os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_RANDOM)
 
     def pread(self, offset: int, nbytes: int) -> bytes:
         """Exactly ``nbytes`` bytes at ``offset``; raises as ``read_tensor`` does."""
@@ -93,6 +104,20 @@ class SourceFile:
                     "end of a tensor: it was changed or cut while open; fetch it again"
                 )
             done += got
+        if self._once:
+            self._drop(offset, nbytes)
+
+    def _drop(self, offset: int, nbytes: int) -> None:
+        """Let a range leave the page cache, and now and then all there is: the system keeps pages
+        in groups that may reach over both ends, and drops only whole ones.
+        """
+        start = offset // mmap.PAGESIZE * mmap.PAGESIZE
+        stop = -(-(offset + nbytes) // mmap.PAGESIZE) * mmap.PAGESIZE
+        os.posix_fadvise(self._fd, start, stop - start, os.POSIX_FADV_DONTNEED)
+        self._undropped += nbytes  # threads may lose a sum, which does no harm
+        if self._undropped >= _DROP_ALL:
+            self._undropped = 0
+            os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
     def _require(self, offset: int, nbytes: int) -> None:
         """The file is open and has these bytes; checked before memory is taken for them."""
@@ -106,6 +131,8 @@ class SourceFile:
 
     def close(self) -> None:
         """Close the file; reading from it is an error from then on. May be called twice."""
+        if self._once and self._close.alive:
+            os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
         self._close()
 
 

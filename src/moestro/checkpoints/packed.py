@@ -26,7 +26,7 @@ from torch import Tensor
 
 from moestro.checkpoints.base import Checkpoint, TensorInfo
 from moestro.checkpoints.files import SourceFile, read_json, show
-from moestro.checkpoints.table import TensorTable, check_disjoint
+from moestro.checkpoints.table import TensorTable, check_disjoint, require_range
 from moestro.core.errors import CheckpointError, InvalidRequest, UnsupportedFormat
 
 MANIFEST_NAME = "moestro.json"
@@ -150,10 +150,7 @@ class PackedCheckpoint(TensorTable):
         several threads.
         """
         info = self.info(name)
-        if not 0 <= start <= info.nbytes - out.numel():
-            raise InvalidRequest(
-                f"bytes {start} to {start + out.numel()} of {name}, which has {info.nbytes}"
-            )
+        require_range(info, start, out.numel())
         self._files[info.file].read_into(info.offset + start, out)
 
     def verify(self, progress: Callable[[int, int], None] | None = None) -> None:
@@ -191,9 +188,13 @@ def new_digest() -> hashlib.blake2b:
     return hashlib.blake2b(digest_size=16)
 
 
-def file_digest(path: Path) -> str:
-    """Checksum of a file's bytes, hex. Raises CheckpointError."""
+def file_digest(path: Path, *, once: bool = False) -> str:
+    """Checksum of a file's bytes, hex. once: leave none of them in the page cache. Raises
+    CheckpointError.
+    """
     source = SourceFile(path)
+    if once:
+        source.read_once(in_order=True)
     digest = new_digest()
     try:
         for start in range(0, source.size, _HASH_STEP):

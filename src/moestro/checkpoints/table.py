@@ -75,6 +75,22 @@ class TensorTable:
             start, stop = _byte_range(info, rows, self._block(info.dtype))
         return self._files[info.file].read_tensor(info.offset + start, stop - start)
 
+    def read_range(self, name: str, start: int, nbytes: int) -> Tensor:
+        """Bytes [start, start + nbytes) of a tensor, as a fresh uint8 tensor [nbytes].
+
+        Raises InvalidRequest if the tensor ends before, and else as ``read`` does.
+        """
+        info = self.info(name)
+        require_range(info, start, nbytes)
+        return self._files[info.file].read_tensor(info.offset + start, nbytes)
+
+    def read_once(self) -> None:
+        """From now on let what was read leave the page cache: for a pass over files that may be
+        larger than memory.
+        """
+        for file in self._files.values():
+            file.read_once()
+
     def close(self) -> None:
         """Close all files. Reading afterwards raises CheckpointError."""
         for file in self._files.values():
@@ -102,6 +118,14 @@ class TensorTable:
         close = difflib.get_close_matches(name, names[max(0, at - 200) : at + 200], n=3)
         listed = ", ".join(show(n) for n in close or names[:3])
         return f"nearest: {listed}" if close else f"it holds {len(names)}, such as {listed}"
+
+
+def require_range(info: TensorInfo, start: int, nbytes: int) -> None:
+    """Raise InvalidRequest unless a tensor has the bytes [start, start + nbytes)."""
+    if start < 0 or not 0 <= nbytes <= info.nbytes - start:
+        raise InvalidRequest(
+            f"bytes {start} to {start + nbytes} of {info.name}, which has {info.nbytes}"
+        )
 
 
 def _byte_range(info: TensorInfo, rows: tuple[int, int], block: int) -> tuple[int, int]:

@@ -15,6 +15,9 @@ from moestro.core.units import format_bytes
 if TYPE_CHECKING:
     from moestro.memory.convert import ConvertReport
 
+#: between two lines about progress where there is no terminal
+_LINES_SECONDS = 60.0
+
 
 def convert(
     source: ModelArgument,
@@ -32,11 +35,20 @@ def convert(
             "matrices to 4 bits in groups of 32, what is quantized stays as it is",
         ),
     ] = None,
+    verify: Annotated[
+        bool,
+        typer.Option(
+            "--verify",
+            help="at the end read all that was written and compare the checksums; also of a model "
+            "that an earlier run has finished",
+        ),
+    ] = False,
     revision: RevisionOption = None,
 ) -> None:
     """Quantize a checkpoint into a packed directory; an interrupted run is taken up again."""
     from moestro import models
     from moestro.checkpoints import open_checkpoint
+    from moestro.checkpoints.packed import PackedCheckpoint
     from moestro.memory.convert import convert as write_packed
     from moestro.memory.policy import FormatPolicy
     from moestro.text import load_tokenizer, save_tokenizer
@@ -46,7 +58,7 @@ def convert(
     try:
         specs = models.describe(checkpoint).weights
         tokenizer = load_tokenizer(checkpoint)
-        with byte_progress("converting") as progress:
+        with byte_progress("converting", lines_every=_LINES_SECONDS) as progress:
             report = write_packed(
                 checkpoint,
                 specs,
@@ -58,6 +70,11 @@ def convert(
     finally:
         checkpoint.close()
     show(report)
+    if verify:
+        packed = PackedCheckpoint.open(report.out_dir)
+        with packed, byte_progress("verifying", lines_every=_LINES_SECONDS) as progress:
+            packed.verify(progress)
+        note("verified: every file is what was written")
 
 
 def show(report: ConvertReport) -> None:

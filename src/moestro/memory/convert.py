@@ -1,11 +1,13 @@
-"""Converts a checkpoint into a packed model, layer by layer, in memory of one tensor or expert."""
+"""Converts a checkpoint into a packed model, layer by layer, in memory of a few pieces."""
 
 from __future__ import annotations
 
 import json
 import shutil
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,7 @@ from moestro.formats.base import packed_buffer
 from moestro.memory.input_orders import with_orders
 from moestro.memory.packed_writer import PackedWriter, Sink
 from moestro.memory.packing import ErrorSum, Importance, Packer
+from moestro.memory.pieces import packed_nbytes, read_pieces
 from moestro.memory.policy import FormatPolicy
 from moestro.memory.sources import ExpertsSource, Resolved, Source, resolve
 from moestro.memory.weights import WeightSpec
@@ -147,14 +150,6 @@ def _items(file: list[Source] | ExpertsSource) -> Sequence[Resolved]:
     return file if isinstance(file, list) else [file]
 
 
-def _nbytes(source: Resolved) -> int:
-    if isinstance(source, ExpertsSource):
-        return source.num_experts * source.layout.nbytes
-    if source.format is None:
-        return 4 * torch.Size(source.spec.shape).numel()
-    return source.format.nbytes(source.rows, source.cols)
-
-
 def _write_weights(
     writer: PackedWriter,
     source: Checkpoint,
@@ -162,29 +157,24 @@ def _write_weights(
     importance: Importance | None,
     progress: Progress | None,
 ) -> None:
-    unwritten = [file for name, file in files.items() if name not in writer.files]
-    writer.require_space(sum(_nbytes(item) for file in unwritten for item in _items(file)))
-    everything = [item for file in files.values() for item in _items(file)]
-    meter = _Meter(progress, sum(item.source_nbytes for item in everything))
+    sizes = {name: sum(item.source_nbytes for item in _items(f)) for name, f in files.items()}
+    todo = {name: file for name, file in files.items() if name not in writer.files}
+    writer.require_space(sum(packed_nbytes(item) for f in todo.values() for item in _items(f)))
+    source.read_once()
+    done = sum(sizes[name] for name in files if name not in todo)
+    meter = _Meter(progress, done, sum(sizes.values()))
     with Packer(source, importance=importance, measure=True) as packer:
-
-        def produce(sink: Sink) -> dict[str, float]:
-            if isinstance(file, list):
-                return _put_shared(sink, packer, file, meter)
-            return _put_bank(sink, packer, file, meter)
-
-        done = 0
-        for name, file in files.items():
-            writer.write(name, produce)
-            done += sum(item.source_nbytes for item in _items(file))
-            meter.advance(done - meter.done)  # files of an earlier run, and rounding
+        for name, file in todo.items():
+            writer.write(name, partial(_put, packer, file, meter))
+            done += sizes[name]
+            meter.advance(done - meter.done)  # rounding
 
 
 class _Meter:
-    """Counts source bytes for the caller's progress display."""
+    """Counts source bytes for the caller's progress display. done: by an earlier run."""
 
-    def __init__(self, progress: Progress | None, total: int) -> None:
-        self.progress, self.total, self.done = progress, total, 0
+    def __init__(self, progress: Progress | None, done: int, total: int) -> None:
+        self.progress, self.total, self.done = progress, total, done
         self.advance(0)
 
     def advance(self, nbytes: int) -> None:
@@ -193,23 +183,27 @@ class _Meter:
             self.progress(self.done, self.total)
 
 
-def _put_shared(
-    sink: Sink, packer: Packer, items: Sequence[Source], meter: _Meter
+def _put(
+    packer: Packer, file: list[Source] | ExpertsSource, meter: _Meter, sink: Sink
 ) -> dict[str, float]:
-    """A safetensors file of all vectors and matrices; returns the relative errors by key."""
-    sink(_shared_header(items))
-    errors: dict[str, float] = {}
-    for item in items:
-        total = ErrorSum()
-        if item.format is None:
-            sink(packer.vector(item).view(-1).view(torch.uint8))
-        else:
-            packed = packed_buffer(_nbytes(item))
-            packer.pack_matrix(item, packer.read_matrix(item), packed, total)
+    """One file's weights, piece by piece, while the next ones are read; returns the relative errors
+    by key.
+    """
+    if isinstance(file, list):
+        sink(_shared_header(file))
+    items = _items(file)
+    errors = {item.spec.key: ErrorSum() for item in items}
+    buffer = packed_buffer(0)
+    with closing(read_pieces(packer, items)) as ahead:
+        for piece, stored in ahead:
+            if buffer.numel() < piece.packed_nbytes:
+                buffer = packed_buffer(piece.packed_nbytes)
+            packed = buffer[: piece.packed_nbytes]
+            piece.pack(stored, packed, errors[piece.key])
+            del stored
             sink(packed)
-        errors[item.spec.key] = total.relative
-        meter.advance(item.source_nbytes)
-    return errors
+            meter.advance(piece.nbytes)
+    return {key: total.relative for key, total in errors.items()}
 
 
 def _shared_header(items: Sequence[Source]) -> bytes:
@@ -219,7 +213,7 @@ def _shared_header(items: Sequence[Source]) -> bytes:
     header: dict[str, Any] = {}
     at = 0
     for item in items:
-        nbytes = _nbytes(item)
+        nbytes = packed_nbytes(item)
         vector = item.format is None
         header[item.spec.key] = {
             "dtype": "F32" if vector else "U8",
@@ -230,16 +224,6 @@ def _shared_header(items: Sequence[Source]) -> bytes:
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-(len(text) + 8) % 64)
     return len(text).to_bytes(8, "little") + text
-
-
-def _put_bank(sink: Sink, packer: Packer, bank: ExpertsSource, meter: _Meter) -> dict[str, float]:
-    layout, total = bank.layout, ErrorSum()
-    blob = torch.zeros(layout.nbytes, dtype=torch.uint8)
-    for index in range(bank.num_experts):
-        packer.pack_expert(bank, index, packer.read_expert(bank, index), blob, total)
-        sink(blob)
-        meter.advance(bank.source_nbytes // bank.num_experts)
-    return {bank.spec.key: total.relative}
 
 
 def _write_rest(
@@ -273,7 +257,7 @@ def _manifest(
     for name, file in files.items():
         at = len(_shared_header(file)) if isinstance(file, list) else 0
         for item in _items(file):
-            nbytes = _nbytes(item)
+            nbytes = packed_nbytes(item)
             weights[item.spec.key] = {
                 "kind": item.spec.kind,
                 "shape": list(item.spec.shape),

@@ -54,11 +54,17 @@ class BlobLayout:
 
     def fill(self, blob: Tensor, parts: Sequence[Tensor]) -> None:
         """Copy three packed matrices (uint8) into a blob [nbytes] and zero what is between."""
-        end = 0
         for index, data in enumerate(parts):
             start, stop = self.part_range(index)
-            blob[end:start] = 0
             blob[start:stop] = data
+        self.zero_gaps(blob)
+
+    def zero_gaps(self, blob: Tensor) -> None:
+        """Zero what lies between the parts of a blob, uint8 [nbytes], and behind them."""
+        end = 0
+        for index in range(len(self.projections)):
+            start, stop = self.part_range(index)
+            blob[end:start] = 0
             end = stop
         blob[end:] = 0
 

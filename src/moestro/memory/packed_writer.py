@@ -31,6 +31,7 @@ from moestro.checkpoints.packed import (
 )
 from moestro.core.errors import CheckpointError, InvalidRequest, OutOfBudget
 from moestro.core.units import format_bytes
+from moestro.memory.write_behind import WriteBehind
 
 JOURNAL_NAME = "journal.json"
 _TEMPORARY = ".tmp"
@@ -86,7 +87,7 @@ class PackedWriter:
             self.work_dir.mkdir(parents=True, exist_ok=True)
             self._lock = os.open(self.work_dir, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
-            raise InvalidRequest(f"{self.work_dir} cannot be written: {error.strerror}") from error
+            self._refuse(self.work_dir, error)
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -96,8 +97,10 @@ class PackedWriter:
             pass  # a file system without locks; then two conversions at once are up to the user
         try:
             self._resume()
-        except BaseException:
+        except BaseException as error:
             self._unlock()
+            if isinstance(error, OSError):
+                self._refuse(self.work_dir / JOURNAL_NAME, error)
             raise
         return self
 
@@ -134,24 +137,19 @@ class PackedWriter:
         if name in self.files:
             return self.notes[name]
         path, temporary = self.work_dir / name, self.work_dir / (name + _TEMPORARY)
-        digest, size = new_digest(), 0
+        digest = new_digest()
         try:
-            with open(temporary, "wb", buffering=0) as file:
+            with WriteBehind(temporary) as file:
 
                 def sink(data: Tensor | bytes) -> None:
-                    nonlocal size
                     view = memoryview(data) if isinstance(data, bytes) else data.numpy().data
                     digest.update(view)
-                    size += view.nbytes
-                    while view.nbytes:
-                        view = view[file.write(view) or 0 :]
+                    file.write(view)
 
                 note = produce(sink)
-                os.fsync(file.fileno())
-                # So that the check reads the disk, not the cache (advice; ignored by some systems).
-                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-            written = PackedFile(nbytes=size, digest=digest.hexdigest())
-            if file_digest(temporary) != written.digest:
+                file.finish()  # so that the check reads the disk, not the cache
+            written = PackedFile(nbytes=file.nbytes, digest=digest.hexdigest())
+            if file_digest(temporary, once=True) != written.digest:
                 raise CheckpointError(
                     f"{temporary} reads back differently than it was written; the disk is failing"
                 )
@@ -260,6 +258,11 @@ class PackedWriter:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise OutOfBudget(
                 f"the disk is full at {temporary}; free some space and {again}"
+            ) from error
+        if error.errno == errno.EFBIG:
+            raise OutOfBudget(
+                f"{temporary} is larger than files may be here (ulimit -f, or the file system); "
+                f"raise that limit and {again}"
             ) from error
         raise InvalidRequest(
             f"{temporary} cannot be written: {error.strerror}; when it can, {again}"

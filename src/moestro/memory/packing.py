@@ -1,7 +1,8 @@
 """Turns found tensors into packed bytes: read, undo row permutations, repack or quantize, measure.
 
-One tensor, or one expert, is in memory at a time. Repacking is exact whenever the target format
-lists the source's type; anything else happens only because the policy named that format.
+One tensor, one expert, or some rows of it are in memory at a time. Repacking is exact whenever the
+target format lists the source's type; anything else happens only because the policy named that
+format.
 """
 
 from __future__ import annotations
@@ -81,34 +82,50 @@ class Packer:
         info = source.info
         if source.values is not None:
             return source.values
-        raw = self._unpermute(self.checkpoint.read(info.name), source)
+        raw = self._unpermute(self.checkpoint.read(info.name), source, source.spec.shape[0])
         values = to_float(info.dtype, raw, 1, math.prod(info.shape))
         require_finite(values, f"{self.checkpoint.path}: {info.name}")
         return values.reshape(source.spec.shape).contiguous()
 
-    def read_matrix(self, source: Source) -> StoredRows:
-        """A matrix as the checkpoint stores it; may run beside packing."""
+    def read_matrix(self, source: Source, rows: tuple[int, int] | None = None) -> StoredRows:
+        """A matrix as the checkpoint stores it; may run beside packing. rows: only the output
+        channels [start, stop), both multiples of ``rows_together`` or the end; for matrices that
+        are stored alone and in one tensor.
+        """
         info, picked = source.info, source.head_rows
-        rows: StoredRows
-        if isinstance(info, QuantizedInfo):
+        found: StoredRows
+        if rows is not None:
+            start, stop = rows
+            raw = self._read_rows(info, source.rows, start, stop)
+            raw = self._unpermute(raw, source, stop - start)
+            found = RawRows(info.dtype, raw, stop - start, source.cols)
+        elif isinstance(info, QuantizedInfo):
             codes = read_codes(self.checkpoint, info)
-            rows = CodedRows(info.dtype, codes, named=source.named, ordered=source.ordered)
+            found = CodedRows(info.dtype, codes, named=source.named, ordered=source.ordered)
         else:
             shape = (source.rows, source.cols)
             stored = shape if picked is None else picked.stored_shape(shape)
-            raw = self._unpermute(self.checkpoint.read(info.name), source)
-            rows = RawRows(info.dtype, raw, *stored)
-        return rows if picked is None else pick_head_rows(rows, picked)
+            raw = self._unpermute(self.checkpoint.read(info.name), source, source.rows)
+            found = RawRows(info.dtype, raw, *stored)
+        return found if picked is None else pick_head_rows(found, picked)
 
     def pack_matrix(
-        self, source: Source, rows: StoredRows, out: Tensor, errors: ErrorSum | None = None
+        self,
+        source: Source,
+        stored: StoredRows,
+        out: Tensor,
+        errors: ErrorSum | None = None,
+        *,
+        rows: int | None = None,
     ) -> None:
-        """Pack what ``read_matrix`` gave into ``out``, uint8 [packed bytes]."""
+        """Pack what ``read_matrix`` gave, of so many ``rows`` if not of all, into ``out``, uint8
+        [packed bytes].
+        """
         if source.format is None:
             raise ValueError(f"{source.spec.key} is a vector")
-        importance = self._importance(source.spec.key, rows)
-        shape = (source.rows, source.cols)
-        self._pack(source.format, source.info.name, rows, shape, importance, errors, out)
+        importance = self._importance(source.spec.key, stored)
+        shape = (source.rows if rows is None else rows, source.cols)
+        self._pack(source.format, source.info.name, stored, shape, importance, errors, out)
 
     def read_expert(self, source: ExpertsSource, index: int) -> list[StoredRows]:
         """One expert's gate, up and down as the checkpoint stores them; may run beside packing."""
@@ -136,13 +153,42 @@ class Packer:
     ) -> None:
         """Pack what ``read_expert`` gave into a blob whose bytes between the parts are zero."""
         layout = source.layout
-        for which, (part, rows) in enumerate(zip(source.parts, stored, strict=True)):
-            key = f"{source.spec.key}.{PROJECTION_NAMES[which]}"
-            importance = self._importance(key, rows, index)
-            name = part.info(index).name
+        for which, (part, found) in enumerate(zip(source.parts, stored, strict=True)):
             start, stop = layout.part_range(which)
-            shape = (part.rows, part.cols)
-            self._pack(part.format, name, rows, shape, importance, errors, blob[start:stop])
+            self.pack_projection(
+                source, index, which, found, blob[start:stop], errors, rows=part.rows
+            )
+
+    def read_projection(
+        self, source: ExpertsSource, index: int, which: int, rows: tuple[int, int]
+    ) -> StoredRows:
+        """Output channels [start, stop) of gate (0), up (1) or down (2) of one expert whose tensors
+        hold them row by row; may run beside packing.
+        """
+        part, (start, stop) = source.parts[which], rows
+        info, fused, tensor_rows = part.info(index), part.channels.start or 0, part.tensor_rows
+        first = fused + (index * tensor_rows if part.stacked else 0)
+        all_rows = tensor_rows * (source.num_experts if part.stacked else 1)
+        raw = self._read_rows(info, all_rows, first + start, first + stop)
+        return RawRows(info.dtype, raw, stop - start, part.cols)
+
+    def pack_projection(
+        self,
+        source: ExpertsSource,
+        index: int,
+        which: int,
+        stored: StoredRows,
+        out: Tensor,
+        errors: ErrorSum | None = None,
+        *,
+        rows: int,
+    ) -> None:
+        """Pack ``rows`` output channels that were read into ``out``, uint8 [packed bytes]."""
+        part = source.parts[which]
+        key = f"{source.spec.key}.{PROJECTION_NAMES[which]}"
+        importance = self._importance(key, stored, index)
+        shape = (rows, part.cols)
+        self._pack(part.format, part.info(index).name, stored, shape, importance, errors, out)
 
     def load_expert(self, source: ExpertsSource, index: int, blob: Tensor) -> None:
         """Read and pack one expert in the calling thread; for ``packs_alone`` sources, of which
@@ -180,6 +226,12 @@ class Packer:
         if found is not None and found.dim() == 2:
             found = found[index]
         return rows.arranged(found) if isinstance(rows, CodedRows) else found
+
+    def _read_rows(self, info: TensorInfo, rows: int, start: int, stop: int) -> Tensor:
+        """Rows [start, stop) of a tensor that is ``rows`` of them, one after the other."""
+        row_nbytes = info.nbytes // rows
+        nbytes = (stop - start) * row_nbytes
+        return self.checkpoint.read_range(info.name, start * row_nbytes, nbytes)
 
     def _read_expert(self, info: TensorInfo, index: int | None) -> Tensor | Codes:
         """One expert's part of a tensor; ``index`` None: all of it."""
@@ -237,22 +289,32 @@ class Packer:
         _, error, norm = format_.pack_measured(values, importance=importance, out=out)
         return ErrorSum(error=error, norm=norm)
 
-    def _unpermute(self, raw: Tensor, source: Source) -> Tensor:
-        """Bring rows that GGUF stores interleaved back to the order of the original model.
+    def rows_together(self, source: Source) -> int:
+        """Output channels that have to be read together: those of a head where they are permuted.
 
-        llama.cpp's converters turn the rows of each head from (half, i) into (i, half) order for
-        q and k of llama-family models. Rows move whole, so this is exact for quantized blocks too.
+        Raises CheckpointError where heads do not divide the rows.
         """
         heads = source.spec.unpermute_heads
         if not heads or not self._gguf:
-            return raw
+            return 1
         rows = source.spec.shape[0]
         if rows % (2 * heads):
             raise CheckpointError(
                 f"{self.checkpoint.path}: {source.info.name} has {rows} rows, which do not divide "
                 f"into {heads} heads of two halves; the head counts in its metadata are wrong"
             )
-        pairs = raw.view(heads, rows // heads // 2, 2, raw.numel() // rows)
+        return rows // heads
+
+    def _unpermute(self, raw: Tensor, source: Source, rows: int) -> Tensor:
+        """Bring rows that GGUF stores interleaved back to the order of the original model.
+
+        llama.cpp's converters turn the rows of each head from (half, i) into (i, half) order for
+        q and k of llama-family models. Rows move whole, so this is exact for quantized blocks too.
+        """
+        together = self.rows_together(source)
+        if together == 1:
+            return raw
+        pairs = raw.view(rows // together, together // 2, 2, raw.numel() // rows)
         return pairs.transpose(1, 2).reshape(-1)
 
 

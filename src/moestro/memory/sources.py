@@ -97,6 +97,11 @@ class Part:
         """The packed columns are in the order of the checkpoint's groups (``input_orders``)."""
         return _is_repacked(self.info(expert), self.format)
 
+    @property
+    def tensor_rows(self) -> int:
+        """Output channels of one expert in the tensor: of all that are fused."""
+        return self.fused[1] * self.rows
+
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertsSource:

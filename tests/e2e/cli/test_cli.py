@@ -105,6 +105,14 @@ def test_convert_writes_a_model_that_runs(model: Path, moestro: Run, tmp_path: P
     assert code == 0 and first.strip()
     code, direct, _ = moestro("run", model, "hello", "--formats", "int8-g32", *REFERENCE, *GREEDY)
     assert direct == first
+    again = ("convert", model, out_dir, "--format", "int8-g32", "--verify")
+    code, _, err = moestro(*again)
+    assert code == 0 and "verified: every file is what was written" in err
+    shared = bytearray((out_dir / "shared.safetensors").read_bytes())
+    shared[-1] ^= 1
+    (out_dir / "shared.safetensors").write_bytes(shared)
+    code, _, err = moestro(*again)
+    assert code == 3 and "shared.safetensors is damaged" in err
 
 
 def test_doctor_reports_the_machine(moestro: Run) -> None:

@@ -1,6 +1,7 @@
 """Conversions that are interrupted or refused: what is kept, what is removed, what is untouched."""
 
 import errno
+import fcntl
 import json
 import os
 from pathlib import Path
@@ -125,7 +126,8 @@ def test_a_disk_that_returns_other_bytes_is_noticed(model, tmp_path, monkeypatch
     real = os.posix_fadvise
 
     def rot(fd: int, *args: int) -> None:
-        os.pwrite(fd, b"\xa5", 200)
+        if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE == os.O_WRONLY:
+            os.pwrite(fd, b"\xa5", 200)
         real(fd, *args)
 
     monkeypatch.setattr(os, "posix_fadvise", rot)
