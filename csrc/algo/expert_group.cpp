@@ -24,7 +24,8 @@ ExpertGroup::ExpertGroup(const ExpertArgs& args, int64_t capacity, const ExpertG
                 : nullptr),
       h_(args.down.matrix, capacity * args.top_k),
       token_(size_t(capacity * args.top_k)),
-      weight_(token_.size()),
+      slot_(token_.size()),
+      weight_(token_.size(), 1.0f),
       next_(size_t(args.experts) + 1) {
   const int64_t inputs = ordered() ? capacity * args.top_k : capacity;
   if (like_ == nullptr) x_ = std::make_unique<ActivationBuffer>(args.gate.matrix, inputs);
@@ -54,7 +55,7 @@ void ExpertGroup::quantize_span(const float* x, int64_t index) {
 
 const uint8_t* ExpertGroup::blob_of(int64_t expert) const {
   if (a_.pointers == nullptr) return nullptr;
-  if (a_.pointers[expert] == 0)
+  if (a_.pointers[expert] == 0 && !a_.skip_absent)
     throw invalid_request("expert " + std::to_string(expert) + " is not in memory");
   return reinterpret_cast<const uint8_t*>(a_.pointers[expert]);
 }
@@ -72,16 +73,20 @@ void ExpertGroup::group_by_expert(int64_t tokens) {
   spans_.clear();
   for (int64_t e = 0; e < a_.experts; ++e) {
     const int32_t first = next_[size_t(e)], end = first + next_[size_t(e) + 1];
+    next_[size_t(e) + 1] = end;
+    if (first == end) continue;
+    const uint8_t* blob = blob_of(e);
+    if (blob == nullptr && a_.skip_absent) continue;
     for (int32_t at = first; at < end; at += kChunkTokens)
       spans_.push_back(
-          {blob_of(e), static_cast<int32_t>(e), at, std::min<int32_t>(kChunkTokens, end - at)});
-    next_[size_t(e) + 1] = end;
+          {blob, static_cast<int32_t>(e), at, std::min<int32_t>(kChunkTokens, end - at)});
   }
   for (int64_t i = 0; i < tokens * a_.top_k; ++i) {
     if (a_.ids[i] < 0) continue;
     const int32_t at = next_[size_t(a_.ids[i])]++;
     token_[size_t(at)] = static_cast<int32_t>(i / a_.top_k);
-    weight_[size_t(at)] = a_.weights[i];
+    slot_[size_t(at)] = static_cast<int32_t>(i);
+    if (a_.weights != nullptr) weight_[size_t(at)] = a_.weights[i];
   }
 }
 
@@ -142,8 +147,18 @@ void ExpertGroup::gate_up(Worker& worker, int64_t index, int64_t block, int64_t 
   }
 }
 
-void ExpertGroup::add_experts(Worker& worker, Slice chosen, int64_t pair, int64_t pair_end,
-                              float* sums, int64_t ld) const {
+void ExpertGroup::add_experts(Worker& worker, Slice chosen, int64_t pair, int64_t end, float* sums,
+                              int64_t ld) const {
+  down(worker, chosen, pair, end, {token_.data(), weight_.data(), sums, ld, false});
+}
+
+void ExpertGroup::write_slots(Worker& worker, Slice chosen, int64_t pair, int64_t end, float* slots,
+                              int64_t ld) const {
+  down(worker, chosen, pair, end, {slot_.data(), weight_.data(), slots, ld, true});
+}
+
+void ExpertGroup::down(Worker& worker, Slice chosen, int64_t pair, int64_t pair_end,
+                       const Target& target) const {
   auto* result = reinterpret_cast<float*>(worker.scratch() + kTileScratchBytes);
   const MatrixKernels& kernels = isa().matrix;
   for (int64_t s = chosen.first; s < chosen.end; ++s) {
@@ -153,16 +168,22 @@ void ExpertGroup::add_experts(Worker& worker, Slice chosen, int64_t pair, int64_
     if (s + 1 < chosen.end)
       run.next = pair_of(matrix_in(a_.down, spans_[size_t(s) + 1].blob), pair);
     const Activations act = h_.view().from(span.first);
+    const int32_t* index = target.index + span.first;
     for (int64_t p = pair; p < pair_end; ++p) {
       const TileJob job =
           tile_job(down, 2 * p, down.row_tiles(), run, act, span.count, result, worker.scratch());
       kernels.tiles[static_cast<int>(down.kind)](job);
       const int64_t channel = p * kPairChannels;
       const int64_t width = job.tiles * kTileChannels;
-      kernels.combine(
-          result, width, span.count, static_cast<int>(std::min(width, down.rows - channel)),
-          bias_of(a_.down_bias, span.expert, down.rows, channel), weight_.data() + span.first,
-          token_.data() + span.first, sums + channel - pair * kPairChannels, ld);
+      const int64_t live = std::min(width, down.rows - channel);
+      float* out = target.out + channel - pair * kPairChannels;
+      // Minus zero is what leaves every number as it is when added, also a zero of either sign.
+      if (target.fresh)
+        for (int32_t i = 0; i < span.count; ++i)
+          std::fill_n(out + index[i] * target.ld, live, -0.0f);
+      kernels.combine(result, width, span.count, static_cast<int>(live),
+                      bias_of(a_.down_bias, span.expert, down.rows, channel),
+                      target.weight + span.first, index, out, target.ld);
     }
   }
 }

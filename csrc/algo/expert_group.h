@@ -54,6 +54,9 @@ class ExpertGroup {
   // [pair, end) of output tiles; column 0 of sums is the first pair's, its rows are `ld` apart.
   void add_experts(Worker& worker, Slice chosen, int64_t pair, int64_t end, float* sums,
                    int64_t ld) const;
+  // Or instead: slots[i] = down(h) of each entry of the spans, where ids[i] chose it.
+  void write_slots(Worker& worker, Slice chosen, int64_t pair, int64_t end, float* slots,
+                   int64_t ld) const;
 
   // In the order of experts; all() are their indices.
   const std::vector<Span>& spans() const { return spans_; }
@@ -62,6 +65,15 @@ class ExpertGroup {
   int64_t blocks() const { return ceil_div(a_.gate.matrix.rows, kPairChannels); }
 
  private:
+  // Where the results of down go: out[index[entry]] += weight[entry] * result.
+  struct Target {
+    const int32_t* index;
+    const float* weight;
+    float* out;
+    int64_t ld;
+    bool fresh;  // out holds nothing yet, and every index comes once
+  };
+
   // Rows of prepared activations are then those of entries, in expert order, and not of tokens.
   bool ordered() const { return a_.input_orders != nullptr; }
   const uint8_t* blob_of(int64_t expert) const;
@@ -70,6 +82,7 @@ class ExpertGroup {
   static const uint8_t* pair_of(const PackedMatrix& m, int64_t pair);
   void run_pair(Worker& worker, const PackedMatrix& m, const Span& span, int64_t pair,
                 const TileRun& run, const Activations& act, float* out) const;
+  void down(Worker& worker, Slice chosen, int64_t pair, int64_t end, const Target& target) const;
   const Activations& gate_input() const {
     return like_ != nullptr ? like_->gate_input() : x_->view();
   }
@@ -80,6 +93,7 @@ class ExpertGroup {
   std::unique_ptr<ActivationBuffer> x_, x_up_;  // null where another one serves
   ActivationBuffer h_;
   std::vector<int32_t> token_;  // of each entry, in expert order
+  std::vector<int32_t> slot_;   // and its place in ids
   std::vector<float> weight_;
   std::vector<int32_t> next_;
   std::vector<Span> spans_;

@@ -20,7 +20,7 @@ struct ExpertMatrix {
 // A table of experts and who passes them.
 struct ExpertArgs {
   const int32_t* ids;    // [T, top_k]; below zero: skip
-  const float* weights;  // [T, top_k]
+  const float* weights;  // [T, top_k]; null: all one
   int64_t top_k;
   const int64_t*
       pointers;  // [experts] address of each blob, 0: not in memory; null: see streamed_moe.h
@@ -32,6 +32,7 @@ struct ExpertArgs {
   const float* up_bias;    // [experts, intermediate] or null
   const float* down_bias;  // [experts, hidden] or null
   Activation activation;
+  bool skip_absent = false;  // leave out experts that are not in memory, instead of refusing them
 };
 
 // The routed experts, and those that every token passes, if there are any.

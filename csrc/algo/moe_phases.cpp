@@ -92,6 +92,15 @@ void MoePhases::down(Worker& worker, int64_t tokens, const Ranges& chosen, bool 
   });
 }
 
+void MoePhases::slots(Worker& worker, Slice chosen) {
+  const Slice pairs = worker.slice(ceil_div(a_.hidden, kPairChannels));
+  worker.for_node_ranges(pairs.size(), pairs.size(), [&](int64_t begin, int64_t end) {
+    const int64_t pair = pairs.first + begin;
+    groups_[0]->write_slots(worker, chosen, pair, pairs.first + end, a_.out + pair * kPairChannels,
+                            a_.hidden);
+  });
+}
+
 // Output channels of pairs [pair, pair_end) for all tokens.
 void MoePhases::add_pairs(Worker& worker, int64_t tokens, const Ranges& chosen, bool accumulate,
                           bool compact, int64_t pair, int64_t pair_end) {

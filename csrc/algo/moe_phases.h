@@ -32,6 +32,9 @@ class MoePhases {
   // Phase 3 of the chosen spans. `first`: `out` holds nothing yet but what MoeArgs::accumulate
   // says. Every channel of `out` is summed by ascending calls as by a single one.
   void down(Worker& worker, int64_t tokens, const Ranges& chosen, bool first);
+  // Phase 3 without sums: `out` is [T, top_k, hidden], and each chosen span of the only group
+  // writes down into the slots that chose its expert.
+  void slots(Worker& worker, Slice chosen);
 
  private:
   void add_pairs(Worker& worker, int64_t tokens, const Ranges& chosen, bool accumulate,

@@ -25,6 +25,7 @@ namespace moestro {
 
 using Floats1 = nb::ndarray<float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Floats2 = nb::ndarray<float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+using Floats3 = nb::ndarray<float, nb::ndim<3>, nb::c_contig, nb::device::cpu>;
 using Ints1 = nb::ndarray<int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Ints2 = nb::ndarray<int32_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 using Longs1 = nb::ndarray<int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
@@ -82,6 +83,7 @@ void init_attention_ops(nb::module_& m);
 void init_latent_ops(nb::module_& m);
 void init_matrix_ops(nb::module_& m);
 void init_moe_op(nb::module_& m);
+void init_slot_ops(nb::module_& m);
 void init_packing(nb::module_& m);
 void init_tiers(nb::module_& m);
 void init_stream(nb::module_& m);

@@ -239,6 +239,43 @@ class Ops(Protocol):
         """
         ...
 
+    def moe_slots(
+        self, x: Tensor, ids: Tensor, experts: ExpertTable, y: Tensor, rows: Tensor
+    ) -> None:
+        """y[t, a] = down(act(gate(x[t]), up(x[t]))) of expert ids[t, a], for those whose pointer
+        is not zero; other slots of y float32 [T, A, H], and those with ids below zero, are left
+        untouched. So several tables, each with a part of a layer's experts, fill one y.
+        """
+        ...
+
+    def combine_experts(
+        self,
+        y: Tensor,
+        ids: Tensor,
+        weights: Tensor,
+        out: Tensor,
+        rows: Tensor,
+        *,
+        accumulate: bool = False,
+    ) -> None:
+        """out[t] = (out[t] +) sum over a, in ascending expert id, of weights[t, a] * y[t, a], y
+        float32 [T, A, H]; ids below zero are skipped. After ``moe_slots`` of all experts it is
+        what ``moe`` gives, on the cpu device bit for bit.
+        """
+        ...
+
+    def copy_slots(
+        self, source: Tensor, ids: Tensor, experts: ExpertTable, out: Tensor, rows: Tensor
+    ) -> None:
+        """out[t, a] = source[t, a], both float32 [T, A, H], for the slots that ``moe_slots`` of
+        ``experts`` writes.
+        """
+        ...
+
+    def copy_rows(self, x: Tensor, out: Tensor, rows: Tensor) -> None:
+        """out = x, both [T, N] of the same dtype, whatever that is."""
+        ...
+
     def silu_mul(self, gate: Tensor, up: Tensor, out: Tensor, rows: Tensor) -> None:
         """out = silu(gate) * up; all [T, I]."""
         ...

@@ -8,38 +8,28 @@ raises InvalidRequest before anything is written.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
-from torch.nn.functional import gelu, relu, silu
+from torch.nn.functional import silu
 
-from moestro.core.errors import InvalidRequest, UnsupportedOp
+from moestro.core.errors import UnsupportedOp
 from moestro.ops import kv_cache
 from moestro.ops.contracts import (
     Batch,
-    ExpertTable,
     KvLayer,
     LatentKvLayer,
     LayerCache,
     Packed,
-    SharedExperts,
 )
-from moestro.ops.dispatch import PythonOps, op
+from moestro.ops.dispatch import op
+from moestro.ops.reference_experts import ExpertOps, live_rows, require_range
 from moestro.ops.reference_math import in_top_groups, scored, turned
 
 
-class ReferenceOps(PythonOps):
+class ReferenceOps(ExpertOps):
     """All ops of ``contracts.Ops`` on CPU tensors; see there for shapes and meaning."""
 
     device = "reference"
-
-    def __init__(self, compute_dtype: torch.dtype = torch.float32) -> None:
-        super().__init__()
-        self.compute_dtype = compute_dtype
-
-    def _wide(self, x: Tensor) -> Tensor:
-        return x.to(self.compute_dtype)
 
     @op
     def embed_tokens(self, token_ids: Tensor, weight: Packed, out: Tensor, rows: Tensor) -> None:
@@ -281,51 +271,6 @@ class ReferenceOps(PythonOps):
         weights[:n] = chosen * scale
 
     @op
-    def moe(
-        self,
-        x: Tensor,
-        ids: Tensor,
-        weights: Tensor,
-        experts: ExpertTable,
-        out: Tensor,
-        rows: Tensor,
-        *,
-        shared: SharedExperts | None = None,
-        accumulate: bool = False,
-    ) -> None:
-        n = live_rows(rows, x, ids, weights, out)
-        total = torch.zeros(n, x.shape[1], dtype=self.compute_dtype)
-        if accumulate:
-            total += self._wide(out[:n])
-        self._add_experts(total, x, ids, weights, experts)
-        if shared is not None:
-            live_rows(rows, shared.ids, shared.weights)
-            self._add_experts(total, x, shared.ids, shared.weights, shared.experts)
-        out[:n] = total
-
-    def _add_experts(
-        self, total: Tensor, x: Tensor, ids: Tensor, weights: Tensor, experts: ExpertTable
-    ) -> None:
-        n = total.shape[0]
-        activation, biases = activation_named(experts.activation), experts.biases
-        chosen = ids[:n].long()
-        count = experts.pointers.shape[0]
-        require_range("expert id", chosen.clamp(min=0), count, "the layer's experts")
-        tokens = self._wide(x[:n])
-        for expert in sorted(set(chosen[chosen >= 0].tolist())):
-            gate, up, down = (self._wide(part.unpack()) for part in experts.expert(expert))
-            token, slot = (chosen == expert).nonzero(as_tuple=True)
-            products = [tokens[token] @ gate.T, tokens[token] @ up.T]
-            if biases is not None:
-                products[0] += self._wide(biases.gate[expert])
-                products[1] += self._wide(biases.up[expert])
-            result = activation(*products) @ down.T
-            if biases is not None:
-                result += self._wide(biases.down[expert])
-            share = self._wide(weights[:n])[token, slot, None]
-            total.index_add_(0, token, share * result)
-
-    @op
     def silu_mul(self, gate: Tensor, up: Tensor, out: Tensor, rows: Tensor) -> None:
         n = live_rows(rows, gate, up, out)
         out[:n] = silu(self._wide(gate[:n])) * self._wide(up[:n])
@@ -334,43 +279,6 @@ class ReferenceOps(PythonOps):
     def sigmoid(self, x: Tensor, rows: Tensor) -> None:
         n = live_rows(rows, x)
         x[:n] = self._wide(x[:n]).sigmoid()
-
-
-def swiglu_oai(gate: Tensor, up: Tensor) -> Tensor:
-    """The clamped SwiGLU of ``contracts.ACTIVATIONS``."""
-    gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
-    return gate * (1.702 * gate).sigmoid() * (up + 1)
-
-
-_GATES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "silu": lambda gate, up: silu(gate) * up,
-    "gelu": lambda gate, up: gelu(gate) * up,
-    "gelu_tanh": lambda gate, up: gelu(gate, approximate="tanh") * up,
-    "relu": lambda gate, up: relu(gate) * up,
-    "swiglu_oai": swiglu_oai,
-}
-
-
-def activation_named(name: str) -> Callable[[Tensor, Tensor], Tensor]:
-    """What an expert makes of (gate, up). Raises UnsupportedOp listing the known names."""
-    if name not in _GATES:
-        raise UnsupportedOp(f"moe: activation {name!r}; the reference has {', '.join(_GATES)}")
-    return _GATES[name]
-
-
-def live_rows(rows: Tensor, *buffers: Tensor) -> int:
-    """The live row count, checked against the capacity of every buffer."""
-    n, capacity = int(rows), min(buffer.shape[0] for buffer in buffers)
-    if not 0 <= n <= capacity:
-        raise InvalidRequest(f"{n} live rows in buffers that hold {capacity}")
-    return n
-
-
-def require_range(what: str, values: Tensor, stop: int, of: str) -> None:
-    """Raise InvalidRequest unless all values lie in [0, stop)."""
-    bad = values[(values < 0) | (values >= stop)]
-    if bad.numel():
-        raise InvalidRequest(f"{what} {int(bad[0])} is outside {of}, which has 0..{stop - 1}")
 
 
 def pages_of(cache: LayerCache, batch: Batch, slots: Tensor, positions: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from moestro import _core as core
 from moestro.core.errors import UnsupportedOp
+from moestro.devices.cpu.slot_ops import SlotOps, biases, expert_table, projections
 from moestro.ops.contracts import (
     Batch,
     ExpertTable,
@@ -32,11 +33,16 @@ class CpuProgram:
     """Ops recorded into a native program. It keeps alive every buffer that they point into."""
 
     def __init__(self) -> None:
-        self.native = core.Program()
+        self._native = core.Program()
         self._kept: list[object] = []
 
     def __len__(self) -> int:
-        return len(self.native)
+        return len(self._native)
+
+    @property
+    def native(self) -> Any:
+        """The native program that ops are recorded into."""
+        return self._native
 
     def keep(self, owner: object) -> None:
         """Keep an owner of memory that a recorded op reaches by address."""
@@ -47,7 +53,7 @@ class CpuProgram:
 
         Programs replayed from several Python threads run one after the other.
         """
-        self.native.replay()
+        self._native.replay()
 
 
 class _Recording(threading.local):
@@ -56,15 +62,18 @@ class _Recording(threading.local):
     program: CpuProgram | None = None
 
 
-class CpuOps:
+class CpuOps(SlotOps):
     """All ops of ``contracts.Ops``; see there for shapes and meaning."""
+
+    #: name of the device these ops run on, for error messages
+    device = "cpu"
 
     def __init__(self) -> None:
         self._recording = _Recording()
 
     def __getattr__(self, name: str) -> NoReturn:
         if name in OP_NAMES:
-            raise unsupported(name, "cpu", frozenset(dir(type(self))))
+            raise unsupported(name, self.device, frozenset(dir(type(self))))
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     @contextmanager
@@ -75,13 +84,16 @@ class CpuOps:
         Raises UnsupportedOp when a program is already open: recordings do not nest.
         """
         if self._recording.program is not None:
-            raise UnsupportedOp("device cpu is already recording a program in this thread")
-        program = CpuProgram()
+            raise UnsupportedOp(f"device {self.device} is already recording a program here")
+        program = self._new_program()
         self._recording.program = program
         try:
             yield program
         finally:
             self._recording.program = None
+
+    def _new_program(self) -> CpuProgram:
+        return CpuProgram()
 
     @property
     def _program(self) -> Any:
@@ -325,27 +337,19 @@ class CpuOps:
         self._keep(experts)
         if shared is not None:
             self._keep(shared.experts)
-            others = core.ExpertTable(
-                shared.ids,
-                shared.weights,
-                shared.experts.pointers,
-                _projections(shared.experts),
-                shared.experts.activation,
-                input_orders=shared.experts.input_orders,
-                **_biases(shared.experts),
-            )
+            others = expert_table(shared.ids, shared.weights, shared.experts)
         core.moe(
             self._program,
             x,
             ids,
             weights,
             experts.pointers,
-            _projections(experts),
+            projections(experts),
             experts.activation,
             out,
             rows,
             input_orders=experts.input_orders,
-            **_biases(experts),
+            **biases(experts),
             shared=others,
             accumulate=accumulate,
             cache=getattr(experts, "cache", None),
@@ -366,13 +370,3 @@ class CpuOps:
 def _require_input_order(op: str, weight: Packed) -> None:
     if weight.input_order is not None:
         raise UnsupportedOp(f"{op}: a matrix whose columns are out of order has no kernel")
-
-
-def _projections(experts: ExpertTable) -> list[tuple[str, int, int, int]]:
-    return [(p.format_name, p.rows, p.cols, p.offset) for p in experts.projections]
-
-
-def _biases(experts: ExpertTable) -> dict[str, Tensor]:
-    if experts.biases is None:
-        return {}
-    return {f"{name}_bias": getattr(experts.biases, name) for name in ("gate", "up", "down")}
