@@ -12,5 +12,6 @@ NB_MODULE(_core, m) {
   moestro::init_stream(m);
   moestro::init_moe_op(m);
   moestro::init_slot_ops(m);
+  moestro::init_streams(m);
   moestro::init_packing(m);
 }

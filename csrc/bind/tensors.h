@@ -84,6 +84,7 @@ void init_latent_ops(nb::module_& m);
 void init_matrix_ops(nb::module_& m);
 void init_moe_op(nb::module_& m);
 void init_slot_ops(nb::module_& m);
+void init_streams(nb::module_& m);
 void init_packing(nb::module_& m);
 void init_tiers(nb::module_& m);
 void init_stream(nb::module_& m);

@@ -34,6 +34,14 @@ class Program {
       for (auto& op : ops_) op->run(worker);
     });
   }
+  // The same as jobs of their own, with between() before each but the first.
+  template <class F>
+  void replay_apart(F&& between) {
+    for (size_t i = 0; i < ops_.size(); ++i) {
+      if (i > 0) between();
+      run_op(*ops_[i]);
+    }
+  }
 
  private:
   std::vector<std::unique_ptr<Op>> ops_;

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Protocol
+from typing import Any, Protocol, runtime_checkable
 
+from torch import Tensor
+
+from moestro.ops.accelerator import AcceleratorOps
 from moestro.ops.contracts import Ops
 
 
@@ -50,3 +53,42 @@ class Device(Protocol):
         weights are loaded for them. Raises SelfCheckError.
         """
         ...
+
+
+class AcceleratorMemory(Protocol):
+    """The memory of an accelerator: who has how much of it."""
+
+    @property
+    def budget(self) -> int | None:
+        """Bytes that may be used; None for all there is."""
+        ...
+
+    @property
+    def held(self) -> dict[str, int]:
+        """Bytes in use by what they are for."""
+        ...
+
+    def set_budget(self, nbytes: int | None) -> None:
+        """Allow so many bytes from now on."""
+        ...
+
+    def reserve(self, what: str, nbytes: int, owner: object) -> None:
+        """Count memory that is there already, until ``owner`` is gone. Raises OutOfBudget naming it
+        and what else is held.
+        """
+        ...
+
+    def allocate(self, what: str, nbytes: int) -> Tensor:
+        """A zeroed uint8 tensor [nbytes], counted until it is gone. Raises OutOfBudget."""
+        ...
+
+
+@runtime_checkable
+class Accelerator(Device, Protocol):
+    """A device with memory of its own, beside which the CPU computes."""
+
+    @property
+    def ops(self) -> AcceleratorOps[Any]: ...
+
+    @property
+    def memory(self) -> AcceleratorMemory: ...

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 
 from moestro import native
 from moestro.core import env, log
-from moestro.devices.base import Device
 from moestro.devices.cpu import self_check
 from moestro.devices.cpu.ops import CpuOps
 from moestro.machine import facts
@@ -64,7 +63,7 @@ class CpuDevice:
         self_check.require(names)
 
 
-def open_device() -> Device:
+def open_device() -> CpuDevice:
     """The device. The team gets one thread per physical core that this process may use, no more
     than its control group pays for, each kept on its core; ``MOESTRO_THREADS``, ``MOESTRO_PIN`` and
     ``MOESTRO_NUMA`` say otherwise.
