@@ -85,6 +85,11 @@ def test_the_reference_reads_the_same_experts(model: Path) -> None:
     assert found[0] == found[1]
 
 
+def test_an_accelerator_wants_the_others_in_memory(model: Path) -> None:
+    with pytest.raises(OutOfBudget, match="emulated does not read experts from disk"):
+        LLM(model, device="emulated", memory=part_of(model, 0.5), **OPTIONS)
+
+
 def test_what_fits_stays_in_memory(model: Path) -> None:
     with LLM(model, memory=part_of(model, 0), **OPTIONS) as llm:
         assert llm.loaded.streaming is None

@@ -14,9 +14,12 @@ from typing import Any
 from moestro.core import units
 from moestro.core.errors import InvalidRequest
 from moestro.machine.placement import PINS
+from moestro.memory.pins import Pin
 
 #: positions per KV page must be a multiple of this (see ``ops.contracts.KvLayer``)
 PAGE_MULTIPLE = 16
+#: policies of ``memory.placement`` that need no measured selections
+PLACEMENTS = ("uniform", "front", "random")
 KV_DTYPES = ("float16", "bfloat16", "float32", "int8")
 #: context used where the model allows more and nothing was asked: enough for long chats, and the
 #: KV cache stays small beside the weights
@@ -69,6 +72,21 @@ class EngineConfig:
         "memory budget for weights, KV cache and buffers, for example 24GiB; default: what is "
         "available now",
     )
+    accelerator_memory: str | None = _knob(
+        None,
+        "memory budget on an accelerator, for example 10GiB: dense weights, KV cache and buffers "
+        "come first, experts fill the rest; default: all experts",
+    )
+    placement: str | None = _knob(
+        None,
+        f"which experts the accelerator gets first: {', '.join(PLACEMENTS)}; default: uniform, as "
+        "many of every layer",
+    )
+    expert_pins: tuple[str, ...] = _knob(
+        (),
+        "where some experts are, for example layers.0-9.experts=accelerator or "
+        "layers.*.experts.0-7=ram; may be repeated",
+    )
 
     def __post_init__(self) -> None:
         for name in (
@@ -105,7 +123,18 @@ class EngineConfig:
                 f"max_batch_tokens ({self.max_batch_tokens}) must be at least max_sequences "
                 f"({self.max_sequences}): every running sequence gets a token per step"
             )
+        if self.placement is not None and self.placement not in PLACEMENTS:
+            raise InvalidRequest(
+                f"placement must be one of {', '.join(PLACEMENTS)}, got {self.placement!r}"
+            )
+        if isinstance(self.expert_pins, str):
+            raise InvalidRequest(
+                f"expert_pins must be a list of pins, got the text {self.expert_pins!r}"
+            )
+        for pin in self.expert_pins:
+            Pin.parse(pin)
         self.memory_bytes()
+        self.accelerator_bytes()
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any]) -> EngineConfig:
@@ -122,12 +151,20 @@ class EngineConfig:
 
     def memory_bytes(self) -> int | None:
         """The budget in bytes, or None for what is available."""
-        if self.memory is None:
-            return None
-        if not isinstance(self.memory, str):
-            raise InvalidRequest(f"memory must be text such as '24GiB', got {self.memory!r}")
-        return units.parse_bytes(self.memory)
+        return _bytes("memory", self.memory)
+
+    def accelerator_bytes(self) -> int | None:
+        """The accelerator's budget in bytes, or None for what it has."""
+        return _bytes("accelerator_memory", self.accelerator_memory)
 
     def replace(self, **changes: Any) -> EngineConfig:
         """A copy with some knobs changed."""
         return dataclasses.replace(self, **changes)
+
+
+def _bytes(name: str, text: str | None) -> int | None:
+    if text is None:
+        return None
+    if not isinstance(text, str):
+        raise InvalidRequest(f"{name} must be text such as '24GiB', got {text!r}")
+    return units.parse_bytes(text)

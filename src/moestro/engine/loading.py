@@ -10,11 +10,14 @@ from dataclasses import dataclass
 from moestro import devices, models
 from moestro.checkpoints import Checkpoint, open_checkpoint
 from moestro.core.errors import CheckpointError
+from moestro.devices.base import Accelerator
+from moestro.engine import hybrid
 from moestro.engine.config import EngineConfig
 from moestro.engine.engine import Engine
 from moestro.engine.plan import plan_memory, ram_budget
 from moestro.engine.shape import is_routed, model_shape
 from moestro.memory.loader import load_weights
+from moestro.memory.placement import Placement
 from moestro.memory.plan import Plan
 from moestro.memory.policy import FormatPolicy
 from moestro.memory.streamed_bank import Streaming
@@ -28,7 +31,8 @@ class Loaded:
 
     format_name: the format that holds most of the weights' bytes. isa: the instruction set or
     library that computes. load_seconds: from opening to ready. streaming: what is read from disk
-    while the model runs; None if all of it is in memory.
+    while the model runs; None if all of it is in memory. placement: which experts are on the
+    accelerator and which in RAM, if the device is one.
     """
 
     engine: Engine
@@ -40,6 +44,7 @@ class Loaded:
     threads: int
     load_seconds: float
     streaming: Streaming | None = None
+    placement: Placement | None = None
 
 
 def load_engine(
@@ -62,6 +67,7 @@ def load_engine(
     start = time.monotonic()
     policy = FormatPolicy.parse(formats or "")
     target = devices.get(device)
+    hybrid.require_accelerator(config, target)
     threads = target.set_threads(config.threads, pin=config.pin, numa_nodes=config.numa_nodes)
     target.set_same_bits(config.same_bits)
     checkpoint = open_checkpoint(model, revision=revision, offline=offline)
@@ -70,6 +76,7 @@ def load_engine(
         shape = model_shape(checkpoint, description, policy, kv_dtype=config.kv_dtype)
         target.check_formats(shape.format_names)
         plan = plan_memory(shape, config, budget=ram_budget(config))
+        hybrid.require_all_in_memory(plan, target)
         tokenizer = load_tokenizer(checkpoint)
         _check_vocabulary(checkpoint, tokenizer, description)
         slots = {
@@ -82,6 +89,10 @@ def load_engine(
         )
     finally:
         checkpoint.close()
+    placement = None
+    if isinstance(target, Accelerator):
+        kv, buffers = plan.ram.kv, plan.ram.buffers
+        placement = hybrid.divide(target, description, weights, config, kv=kv, buffers=buffers)
     built = models.build(description, weights, target, max_positions=plan.context)
     engine = Engine(built, tokenizer, config.replace(context=plan.context), pages=plan.pages)
     return Loaded(
@@ -94,6 +105,7 @@ def load_engine(
         threads=threads,
         load_seconds=time.monotonic() - start,
         streaming=Streaming.of(weights.values()),
+        placement=placement,
     )
 
 

@@ -30,6 +30,10 @@ def test_every_knob_has_help() -> None:
         ("same_bits", "yes"),
         ("memory", "lots"),
         ("memory", 24),
+        ("accelerator_memory", 24),
+        ("accelerator_memory", "lots"),
+        ("placement", "frequency"),
+        ("expert_pins", "layers.0.experts=ram"),
     ],
 )
 def test_values_that_cannot_work_are_refused_by_name(knob: str, value: Any) -> None:
@@ -50,3 +54,10 @@ def test_unknown_option_suggests_the_nearest() -> None:
 def test_memory_budget_in_bytes() -> None:
     assert EngineConfig(memory="24GiB").memory_bytes() == 24 * 2**30
     assert EngineConfig().memory_bytes() is None
+    assert EngineConfig(accelerator_memory="10GB").accelerator_bytes() == 10**10
+    assert EngineConfig().accelerator_bytes() is None
+
+
+def test_pins_are_read_when_options_are() -> None:
+    with pytest.raises(InvalidRequest, match=r"'gpu' .* is not a tier"):
+        EngineConfig(expert_pins=("layers.0.experts=gpu",))
