@@ -12,6 +12,7 @@ int main() {
   const Test tests[] = {{"tile model", moestro_test::test_tile_model},
                         {"team", moestro_test::test_team},
                         {"reader", moestro_test::test_reader},
+                        {"streams", moestro_test::test_streams},
                         {"ops", moestro_test::test_ops}};
   int failed = 0;
   for (const Test& test : tests) {
