@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Optional
 
@@ -102,15 +103,20 @@ def _bytes(text: str | None) -> int | None:
 
 
 def _machine(config: Any, described: Path | None, model: Path) -> MachineRates:
-    """The described machine, or this one as it was measured."""
+    """The described machine, or this one, measured the first time."""
+    from moestro.cli import _rates
     from moestro.engine.forecast import read_machine, this_machine
 
     if described is not None:
         return read_machine(described)
     found = this_machine(config, model)
     if found is None:
+        print("moestro: measuring this machine once, some 20 seconds", file=sys.stderr)
+        _rates.collect(model, anew=True)
+        found = this_machine(config, model)
+    if found is None:
         raise InvalidRequest(
-            "this machine was not measured yet, or has changed since; run moestro doctor --measure "
-            "(some 20 seconds), or describe a machine (--machine FILE.yaml)"
+            "what was measured of this machine could not be kept; see the cache directory in "
+            "moestro doctor, or describe a machine (--machine FILE.yaml)"
         )
     return found

@@ -127,12 +127,21 @@ def test_a_family_that_is_not_implemented_is_said_so(
     assert code == 5 and "glm4_moe" in err and "not implemented" in err
 
 
-def test_a_machine_that_was_not_measured_is_no_machine(
+def test_a_machine_is_measured_the_first_time(
     shapes: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
     monkeypatch.setenv("MOESTRO_CACHE", str(tmp_path))
+    asked: list[Path] = []
+
+    def collect(path: Path, *, anew: bool) -> dict[str, object]:
+        asked.append(path)
+        return {}
+
+    monkeypatch.setattr("moestro.cli._rates.collect", collect)
     code, _, err = run(capsys, str(shapes / "qwen3-30b-a3b"))
-    assert code == 2 and "moestro doctor --measure" in err
+    # Nothing was kept by this stand-in, and that is said.
+    assert asked == [shapes / "qwen3-30b-a3b"]
+    assert code == 2 and "measuring this machine once" in err and "could not be kept" in err
