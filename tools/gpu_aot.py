@@ -1,6 +1,6 @@
 """Compiles the accelerator's kernels for cards that are not here, and shows what they take.
 
-python tools/gpu_aot.py                                  # all of them for all targets
+python tools/gpu_aot.py             # all of them for all targets, a format of each family
 python tools/gpu_aot.py --targets sm_90 --formats k4 --kernels linear
 
 Per kernel, format (of weights, or of the cache), form (few tokens or many) and target: registers
@@ -207,10 +207,16 @@ def compile_all(targets: list[str], names: list[str], kernels: list[str]) -> Ite
                         yield Row(function, name, form, target_name, *taken(compiled, target))
 
 
+def families() -> list[str]:
+    """One format of each family: groups of other sizes are other constants of the same code."""
+    by_stem = {name.split("-")[0]: name for name in reversed(formats.names())}
+    return sorted(by_stem.values())
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--targets", default=",".join(TARGETS), help="comma separated")
-    parser.add_argument("--formats", default=",".join(formats.names()), help="comma separated")
+    parser.add_argument("--formats", default=",".join(families()), help="comma separated")
     parser.add_argument(
         "--kernels", default=",".join(OF_WEIGHTS | OF_CACHES), help="comma separated"
     )

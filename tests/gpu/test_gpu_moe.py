@@ -130,6 +130,19 @@ def test_tokens_whose_expert_is_not_there_become_nan(ops: CudaOps, place: torch.
     assert out[2].isnan().all()
 
 
+def test_parts_of_the_experts_fill_one_set_of_slots(ops: CudaOps, place: torch.device) -> None:
+    case = make(("int4-g32", "k4", "k6"), tokens=2, hidden=32, inter=32, biased=True)
+    case.ids.copy_(torch.tensor([[3, 1], [4, -1]]))
+    x, ids, rows = case.x.to(place), case.ids.to(place), rows_of(2, place)
+    y, out = unwritten(2, 2, 32, place=place), unwritten(2, 32, place=place)
+    ops.moe_slots(x, ids, Table(case.bank, place, kept={1, 2}), y, rows)
+    assert y[0, 1].isfinite().all() and y[0, 0].isnan().all() and y[1].isnan().all()
+    ops.moe_slots(x, ids, Table(case.bank, place, kept={0, 3, 4}), y, rows)
+    assert y[1, 1].isnan().all()
+    ops.combine_experts(y, ids, case.weights.to(place), out, rows)
+    assert torch.equal(out.cpu(), case.run())
+
+
 def test_unknown_activations_are_refused(ops: CudaOps, place: torch.device) -> None:
     case = make(("int4-g32", "int4-g32", "int4-g32"), tokens=1, hidden=32, inter=32)
     case.bank.activation = "cube"

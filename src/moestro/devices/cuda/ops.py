@@ -27,6 +27,9 @@ from moestro.ops.contracts import (
 )
 from moestro.ops.dispatch import PythonOps, op
 
+#: more experts than any layer has
+_ANY_EXPERT = 1 << 20
+
 
 class CudaOps(PythonOps):
     """dot: how four byte products are summed, ``dp4a`` on NVIDIA cards and ``bytes`` elsewhere."""
@@ -162,6 +165,33 @@ class CudaOps(PythonOps):
         self._add(x, ids, weights, experts, out, rows, accumulate)
         if shared is not None:
             self._add(x, shared.ids, shared.weights, shared.experts, out, rows, True)
+
+    @op
+    def moe_slots(
+        self, x: Tensor, ids: Tensor, experts: ExpertTable, y: Tensor, rows: Tensor
+    ) -> None:
+        """y [T, top_k, H] of every slot whose expert has a pointer, without the router's weight;
+        other slots are left as they are. So tables with parts of a layer's experts fill one y.
+        """
+        self._slots(x, ids, experts, y, rows, whole=False)
+
+    @op
+    def combine_experts(
+        self,
+        y: Tensor,
+        ids: Tensor,
+        weights: Tensor,
+        out: Tensor,
+        rows: Tensor,
+        *,
+        accumulate: bool = False,
+    ) -> None:
+        """out[t] = (out[t] +) the sum of weights[t, a] * y[t, a] in ascending expert id, ids below
+        zero skipped: with ``moe_slots`` of all experts what ``moe`` gives.
+        """
+        self.launch(
+            launches.combine(y, ids, weights, rows, out, experts=_ANY_EXPERT, accumulate=accumulate)
+        )
 
     def _add(
         self,
