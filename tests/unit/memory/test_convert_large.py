@@ -91,7 +91,7 @@ def sources(tmp_path: Path, shapes) -> dict[str, tuple[Path, str]]:
     """A path and the policy to convert it with, by kind."""
     return {
         "safetensors": (write_safetensors(tmp_path / "whole", shapes), "int4-g32"),
-        "shards": (write_safetensors(tmp_path / "shards", shapes, shards=2), "int4-row"),
+        "shards": (write_safetensors(tmp_path / "shards", shapes, shards=2), "int8-g32"),
         "gguf": (write_gguf(tmp_path / "model.gguf", shapes), ""),
     }
 
