@@ -30,7 +30,7 @@ struct ReaderOptions {
   int queue_depth = 8;  // reads in flight per mirror, beyond which submit() waits; 1 to 256
   bool direct = true;   // past the page cache, where the file system can
   Engine engine = Engine::kAuto;
-  int64_t piece_bytes = int64_t{1} << 20;  // longer reads are split into such pieces
+  int64_t piece_bytes = int64_t{4} << 20;  // longer reads are split into such pieces
 };
 
 struct MirrorStats {

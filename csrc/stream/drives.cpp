@@ -6,7 +6,7 @@ namespace moestro {
 namespace {
 
 constexpr int64_t kWindowBytes = int64_t{8} << 20;
-constexpr double kWindowWeight = 0.25;
+constexpr double kFading = 0.875;  // per window
 constexpr int64_t kPassedOverMost = 64;
 
 }  // namespace
@@ -58,8 +58,10 @@ void Drives::end(int drive, int64_t bytes, int64_t got, Time now) {
   t.drive.bytes += got;
   t.window_bytes += got;
   if (t.window_bytes < kWindowBytes || t.window_seconds <= 0) return;
-  const double rate = double(t.window_bytes) / t.window_seconds;
-  t.drive.rate = t.drive.rate > 0 ? t.drive.rate + kWindowWeight * (rate - t.drive.rate) : rate;
+  // Of sums, not a mean of rates: completions come in bunches, after which time stands still.
+  t.recent_bytes = kFading * t.recent_bytes + double(t.window_bytes);
+  t.recent_seconds = kFading * t.recent_seconds + t.window_seconds;
+  t.drive.rate = t.recent_bytes / t.recent_seconds;
   t.window_bytes = 0;
   t.window_seconds = 0;
 }

@@ -35,6 +35,7 @@ class Drives {
     Time since{};              // of the last change while reads were in flight
     int64_t window_bytes = 0;  // of the measurement that is being made
     double window_seconds = 0;
+    double recent_bytes = 0, recent_seconds = 0;  // of earlier ones, fading
     int64_t passed_over = 0;
   };
   void pass_time(Tracked& drive, Time now);

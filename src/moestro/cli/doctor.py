@@ -93,6 +93,7 @@ def _native() -> dict[str, Any]:
         "built": list(native.built_isas()),
         "same_bits": native.same_bits(),
         "folds": native.folds(),
+        "uring_refusal": native.uring_refusal(),
     }
 
 
@@ -226,6 +227,14 @@ def _same_bits(native: dict[str, Any]) -> str:
     return "yes, for integer formats; --no-same-bits takes fewer steps for long prompts"
 
 
+def _disk_reads(native: dict[str, Any]) -> str:
+    if "problem" in native:
+        return "unknown"
+    if native["uring_refusal"]:
+        return f"by a pool of threads: {native['uring_refusal']}"
+    return "through io_uring"
+
+
 def _used_lines(report: dict[str, Any]) -> list[tuple[str, str]]:
     native = report["native"]
     if "problem" in native:
@@ -238,6 +247,7 @@ def _used_lines(report: dict[str, Any]) -> list[tuple[str, str]]:
         ("kernels", kernels),
         ("same bits", _same_bits(native)),
         ("threads", _threads_line(report)),
+        ("disk reads", _disk_reads(native)),
         ("devices", ", ".join(report["devices"])),
         ("fallbacks", "; ".join(report["fallbacks"].values()) or "none"),
         ("versions", ", ".join(f"{k} {v}" for k, v in report["versions"].items())),
