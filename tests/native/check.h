@@ -57,6 +57,7 @@ inline std::vector<uint8_t> bytes(int64_t n, uint32_t seed) {
 void test_tile_model();
 void test_ops();
 void test_reader();
+void test_streamed_moe();
 void test_streams();
 void test_team();
 

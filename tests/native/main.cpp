@@ -13,6 +13,7 @@ int main() {
                         {"team", moestro_test::test_team},
                         {"reader", moestro_test::test_reader},
                         {"streams", moestro_test::test_streams},
+                        {"streamed experts", moestro_test::test_streamed_moe},
                         {"ops", moestro_test::test_ops}};
   int failed = 0;
   for (const Test& test : tests) {
