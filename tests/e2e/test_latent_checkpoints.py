@@ -154,10 +154,13 @@ def write(
         decoded, attn_implementation="eager", experts_implementation="eager"
     ).float()
     routed = re.compile(r".*\.mlp\.experts\..*")  # not the shared ones
-    rounded = {n for n, _ in reference.named_parameters() if routed.match(n)}
-    logits = quantized.reference_logits(
-        reference.eval(), rounded if store is int4_experts else set()
-    )
+    orders = {
+        quantized.input_of(name, expert): list(range(weight.shape[-1]))
+        for name, weight in reference.named_parameters()
+        if store is int4_experts and routed.match(name)
+        for expert in range(len(weight))
+    }
+    logits = quantized.reference_logits(reference.eval(), orders)
     return quantized.Written(path, *logits)
 
 

@@ -35,7 +35,7 @@ SIZES: dict[str, dict[str, Any]] = {
                   "max_position_embeddings": 512},
 }  # fmt: skip
 QUANTIZED = re.compile(r".*(_proj|\.w[123])\.weight$")
-EXPERT = re.compile(r"model\.layers\.(\d+)\..*experts\.(?:(\d+)\.)?(\w+?)(?:\.weight)?$")
+EXPERT = re.compile(r"model\.layers\.(\d+)\.(?:.*\.)?experts\.(?:(\d+)\.)?(\w+?)(?:\.weight)?$")
 IDS = torch.randint(101, (40,), generator=torch.Generator().manual_seed(5)).tolist()
 
 
