@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import tiny_checkpoint
+import tiny_models
 import torch
 from torch import Tensor
 
@@ -19,6 +20,7 @@ from moestro.devices.base import Device
 from moestro.devices.emulated import EmulatedDevice
 from moestro.devices.emulated.memory import EmulatedMemory
 from moestro.devices.emulated.ops import EmulatedOps
+from moestro.engine.shape import is_routed
 from moestro.memory.hybrid_bank import HybridBank, place_experts
 from moestro.memory.loader import Weights, load_weights
 from moestro.memory.policy import FormatPolicy
@@ -28,7 +30,7 @@ from moestro.ops.contracts import Batch
 TOKENS, PAGE = 24, 16
 #: lengths of consecutive chunks of the same two sequences; single tokens are decode steps
 CHUNKS = ((1, 1), (5, 0), (16, 8), (1, 1), (0, 1), (7, 17), (1, 1))
-FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v3")
+FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v3", "gpt_oss")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +53,7 @@ class Tiny:
     def layers(self) -> dict[str, int]:
         """key -> layer of the routed experts."""
         specs = self.description.weights
-        return {s.key: s.layer for s in specs if s.role == "experts" and s.shape[0] > 1}
+        return {s.key: s.layer for s in specs if is_routed(s)}
 
     @property
     def num_experts(self) -> int:
@@ -59,7 +61,10 @@ class Tiny:
 
 
 def make(folder: Path, family: str, formats: str) -> Tiny:
-    tiny_checkpoint.write(folder, family=family)
+    if family == "gpt_oss":  # experts with biases, in tensors of another shape
+        tiny_models.write_safetensors(tiny_models.make(family), folder)
+    else:
+        tiny_checkpoint.write(folder, family=family)
     checkpoint = open_checkpoint(folder)
     description = models.describe(checkpoint)
     checkpoint.close()
@@ -92,6 +97,7 @@ def logits_of(tiny: Tiny, weights: Weights, device: Device, capacity: int = TOKE
     buffers = model.allocate_buffers(tokens=capacity, logits=2)
     with device.ops.record() as program:
         model.forward(batch, cache, buffers)
+    vocab = min(256, tiny.description.spec.vocab_size)
     generator = torch.Generator().manual_seed(5)
     lengths, found = [0, 0], []
     for chunk in CHUNKS:
@@ -100,7 +106,7 @@ def logits_of(tiny: Tiny, weights: Weights, device: Device, capacity: int = TOKE
             if not count:
                 continue
             rows = slice(row, row + count)
-            batch.token_ids[rows] = torch.randint(256, (count,), generator=generator).int()
+            batch.token_ids[rows] = torch.randint(vocab, (count,), generator=generator).int()
             batch.positions[rows] = torch.arange(lengths[slot], lengths[slot] + count).int()
             batch.slots[rows] = slot
             lengths[slot] += count

@@ -13,7 +13,10 @@ from torch import Tensor
 from moestro import native
 from moestro.core.errors import InvalidRequest
 from moestro.devices.cpu.ops import CpuOps
+from moestro.devices.emulated import EmulatedDevice
+from moestro.devices.emulated.ops import EmulatedOps
 from moestro.memory.expert_bank import ExpertBank
+from moestro.memory.hybrid_bank import Crossing, HybridBank
 from moestro.ops.contracts import ExpertBiases, Projection
 from moestro.ops.reference import ReferenceOps
 
@@ -102,6 +105,26 @@ def test_channels_in_orders_of_their_own_and_an_expert_chosen_twice() -> None:
     case.ids[:, 2] = case.ids[:, 0]
     case.ids[4, 1] = -1
     assert torch.equal(in_halves(case, divided(case, 3)), case.run(input_orders=orders))
+
+
+def test_a_bank_in_two_places_adds_biases_and_follows_orders() -> None:
+    case = make(("int4-g32",) * 3, tokens=9, experts=6, top_k=3, biased=True)
+    generator = torch.Generator().manual_seed(2)
+    orders = torch.stack([torch.randperm(96, generator=generator) for _ in range(6)]).int()
+    device = EmulatedDevice(ops=EmulatedOps(poison=True))
+    biases, case.bank.biases = case.bank.biases, None
+    assert biases is not None
+    bank = HybridBank(case.bank, [1, 4], Crossing(device))
+    results = []
+    for ops, whole in ((OPS, case.bank), (device.ops, bank)):
+        whole.set_biases(biases)
+        whole.set_input_orders(orders)
+        results.append(torch.zeros_like(case.x))
+        whole.forward(ops, case.x, case.ids, case.weights, results[-1], cases.rows_of(9))
+    assert torch.equal(*results)
+    for expert in range(6):
+        for mine, theirs in zip(bank.expert(expert), case.bank.expert(expert), strict=True):
+            assert torch.equal(mine.unpack(), theirs.unpack())
 
 
 def test_the_reference_agrees() -> None:
