@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import signal
 from collections.abc import Iterator
 from itertools import pairwise
@@ -106,7 +107,7 @@ def kept_on() -> dict[str, str]:
             name, status = (task / "comm").read_text().strip(), (task / "status").read_text()
         except OSError:  # ended meanwhile
             continue
-        if name.startswith("moestro-"):
+        if re.fullmatch(r"moestro-\d+", name):
             lines = dict(line.split(":\t", 1) for line in status.splitlines() if ":\t" in line)
             found[name] = lines["Cpus_allowed_list"].strip()
     return found
