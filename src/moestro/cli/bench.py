@@ -6,11 +6,12 @@ import dataclasses
 import random
 import resource
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from moestro.cli._models import open_llm
+from moestro.cli._models import open_llm, resolve_model
 from moestro.cli._options import (
     DeviceOption,
     FormatsOption,
@@ -25,6 +26,7 @@ from moestro.core.units import format_bytes
 from moestro.engine.config import EngineConfig
 
 if TYPE_CHECKING:
+    from moestro.engine.beside import Watch
     from moestro.engine.request import Completion
     from moestro.llm import LLM
 
@@ -52,11 +54,14 @@ def bench(
     engine: EngineConfig,
 ) -> None:
     """Measure prefill and decode speed on random tokens, one sequence at a time."""
+    from moestro.engine.beside import Watch
+
     prompts, contexts = lengths(prefill, "--prefill"), lengths(decode, "--decode")
     with open_llm(model, engine, device=device, formats=formats, revision=revision) as llm:
         prompts = fitting(prompts, llm.context - 1, "--prefill")
         contexts = fitting(contexts, llm.context - tokens, "--decode")
         measure(llm, _WARM_UP, 2)
+        watch = Watch(llm.loaded.threads)
         report: dict[str, Any] = {
             "model": model,
             "format": llm.loaded.format_name,
@@ -68,10 +73,31 @@ def bench(
             "load_s": round(llm.loaded.load_seconds, 3),
             "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         }
+        why = _predict(report, llm, engine.max_batch_tokens, tokens, watch)
     if as_json:
         print_json(report)
     else:
         show(report)
+        if why:
+            note(why)
+
+
+def _predict(report: dict[str, Any], llm: LLM, chunk: int, tokens: int, watch: Watch) -> str:
+    """Put predictions beside what was measured. Returns why they differ, or why there are none."""
+    from moestro.engine.beside import Beside, Speeds
+
+    conditions = watch.stop()
+    beside = Beside.of(llm.loaded, chunk=chunk, path=Path(resolve_model(report["model"])))
+    if beside is None:
+        return "predicted speeds need a measured machine: moestro doctor --measure"
+    for row in report["prefill"]:
+        row["predicted_tok_s"] = round(beside.prefill(row["tokens"]), 2)
+    for row in report["decode"]:
+        row["predicted_tok_s"] = round(beside.decode(row["context"], tokens), 2)
+    rows = [*report["prefill"], *report["decode"]]
+    speeds = [Speeds(measured=r["tok_s"], predicted=r["predicted_tok_s"]) for r in rows]
+    report["explanation"] = beside.explain(speeds, conditions)
+    return str(report["explanation"])
 
 
 def lengths(text: str, option: str) -> list[int]:
@@ -138,10 +164,16 @@ def show(report: dict[str, Any]) -> None:
     table.add_column("")
     table.add_column("tokens", justify="right")
     table.add_column("tok/s", justify="right")
+    if any("predicted_tok_s" in row for row in report["decode"]):
+        table.add_column("predicted", justify="right")
     for row in report["prefill"]:
-        table.add_row("prefill", str(row["tokens"]), f"{row['tok_s']:.1f}")
+        table.add_row("prefill", str(row["tokens"]), *_speeds(row))
     for row in report["decode"]:
-        table.add_row("decode at", str(row["context"]), f"{row['tok_s']:.1f}")
+        table.add_row("decode at", str(row["context"]), *_speeds(row))
     console.print(table)
     if report["streaming"] is not None:
         console.print(report["streaming"]["text"])
+
+
+def _speeds(row: dict[str, Any]) -> list[str]:
+    return [f"{row[key]:.1f}" for key in ("tok_s", "predicted_tok_s") if key in row]

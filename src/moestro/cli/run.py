@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import Annotated, Optional
 
 import typer
 
-from moestro.cli._models import open_llm
+from moestro.cli._models import open_llm, resolve_model
 from moestro.cli._options import (
     CLI_SAMPLING,
     DeviceOption,
@@ -50,16 +51,25 @@ def run(
     """Complete one prompt and print the answer as it comes."""
     if system is not None and not chat:
         raise InvalidRequest("--system needs --chat: a raw completion has no system message")
+    from moestro.engine.beside import Beside, Watch
+
     text = read_prompt(prompt)
     with open_llm(model, engine, device=device, formats=formats, revision=revision) as llm:
         messages = [{"role": "system", "content": system}] if system is not None else []
         messages.append({"role": "user", "content": text})
+        beside = None
+        if stats:
+            path = Path(resolve_model(model))
+            beside = Beside.of(llm.loaded, chunk=engine.max_batch_tokens, path=path)
+        watch = Watch(llm.loaded.threads)
         with llm.stream(messages if chat else text, sampling) as stream:
             for piece in stream:
                 write(piece)
             write("\n")
             if stats:
                 note(stats_line(stream.completion()))
+                if beside is not None:
+                    note(beside.line(stream.completion(), watch.stop()))
             if llm.loaded.streaming is not None:
                 note(str(llm.loaded.streaming.stats()))
 

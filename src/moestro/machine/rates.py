@@ -12,6 +12,10 @@ from typing import Any
 from moestro.core.errors import InvalidRequest
 from moestro.core.units import parse_bytes
 
+#: of the read bandwidth that a probe finds, products reach this where it was not measured: runs of
+#: reading end at every matrix
+READ_SHARE = 0.9
+
 _PREFIXES = {"": 1, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
 
 
@@ -43,25 +47,30 @@ class Rate:
 class KernelRate:
     """Operations per second (two per weight and token) of a format's product with all threads and
     weights at hand: ``one``: of the first token, which pays for decoding the weights; ``more``: of
-    each further one.
+    each further one. from_memory: bytes per second of products with one token whose weights come
+    from memory, as a share of ``CpuRates.read``; more than 1 where kernels read memory better than
+    the probe does.
     """
 
     one: float
     more: float
+    from_memory: float
 
 
 @dataclass(frozen=True, kw_only=True)
 class CpuRates:
     """read, read_one: bytes per second of memory with all threads, with one; read_nodes: of each
     NUMA node by its own threads, where there are several. copy: bytes copied per second. dot,
-    pairs: operations per second of integer dots and of products of (bfloat16) floats, with all
-    threads. kernels: by format; of others the plan takes a share of ``dot`` or ``pairs``.
+    pairs, fma: operations per second of integer dots, of products of (bfloat16) floats and of
+    float32 multiply-adds, with all threads. kernels: by format; of others the plan takes a share of
+    ``dot`` or ``pairs``.
     """
 
     threads: int
     read: Rate
     dot: float
     pairs: float
+    fma: float | None = None
     read_one: Rate | None = None
     read_nodes: tuple[Rate, ...] = ()
     copy: Rate | None = None
@@ -202,6 +211,7 @@ def cpu_from_json(raw: Any) -> CpuRates:
         read=rate(raw["read"]),
         dot=float(raw["dot"]),
         pairs=float(raw["pairs"]),
+        fma=None if raw["fma"] is None else float(raw["fma"]),
         read_one=None if raw["read_one"] is None else rate(raw["read_one"]),
         read_nodes=tuple(rate(value) for value in raw["read_nodes"]),
         copy=None if raw["copy"] is None else rate(raw["copy"]),

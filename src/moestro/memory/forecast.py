@@ -194,9 +194,10 @@ def _faster(machine: MachineRates) -> bool:
     rates, cpu = machine.accelerator, machine.cpu
     if rates is None:
         return False
-    kernels = [rate for kernel in cpu.kernels.values() for rate in (kernel.one, kernel.more)]
-    compute = max(cpu.dot, cpu.pairs, *kernels) if kernels else max(cpu.dot, cpu.pairs)
-    return rates.read >= cpu.read.median and rates.compute >= compute
+    kernels = cpu.kernels.values()
+    compute = max(cpu.dot, cpu.pairs, *(max(k.one, k.more) for k in kernels))
+    read = cpu.read.median * max(1.0, *(k.from_memory for k in kernels), 0.0)
+    return rates.read >= read and rates.compute >= compute
 
 
 def _gains(

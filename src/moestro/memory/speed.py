@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from moestro.machine.rates import CpuRates, KernelRate, MachineRates
+from moestro.machine.rates import READ_SHARE, CpuRates, KernelRate, MachineRates
 from moestro.memory.model_shape import Cache, Experts, Group, ModelShape, Product
 from moestro.memory.pins import Tier
 
@@ -20,19 +20,23 @@ RAM, CPU, DISK = "RAM bandwidth", "CPU compute", "disk"
 ACCELERATOR_READ, ACCELERATOR_COMPUTE = "accelerator memory", "accelerator compute"
 BUS, FIXED = "bus", "fixed costs"
 
-# Of what the probes measure, whole models reach this: runs of reading end at every matrix.
-_READ_SHARE = 0.9
 # What kernels reach of the peak of their instruction where they were not measured: the first token
 # of a product, which decodes the weights, and each further one (docs/BENCHMARKS.md).
 _ONE_SHARE = {False: 0.2, True: 0.4}
 _MORE_SHARE = {False: 0.6, True: 0.75}
-# Attention runs on float products of short rows.
-_ATTENTION_SHARE = 0.25
-# Seconds of each layer's barriers and small ops, of each step's scheduling and sampling, and of
-# sampling for each token of the vocabulary.
-_LAYER_SECONDS = 40e-6
-_STEP_SECONDS = 400e-6
+# What attention reaches of the peak of float multiply-adds; where only that of products of pairs is
+# known, it is taken for twice the former.
+_ATTENTION_SHARE = 0.9
+# Seconds that were found to remain of whole models beside the above, on two cores of Zen 4: of each
+# layer's barriers, of each step's scheduling and sampling, and of sampling for each token of the
+# vocabulary; and core seconds of what is done row by row (norms, rope, routing, quantizing,
+# activations): of each row of a layer, and of each number in it.
+_LAYER_SECONDS = 15e-6
+_STEP_SECONDS = 80e-6
 _LOGIT_SECONDS = 1.5e-9
+_ROW_SECONDS = 6e-6
+_NUMBER_SECONDS = 0.3e-9
+_ACCELERATOR_ATTENTION_SHARE = 0.25
 # Seconds that a hand-over between an accelerator and the CPU costs in a layer, and starting what an
 # accelerator computes of one.
 _BUS_SECONDS = 30e-6
@@ -132,6 +136,7 @@ class SpeedModel:
             total.join(self._attention(cache, tokens, sequences, depth))
         total.wait(FIXED, _STEP_SECONDS + logits * self._shape.vocab_size * _LOGIT_SECONDS)
         total.wait(FIXED, self._layers_seconds())
+        total.wait(CPU, tokens * self._rows_seconds())
         return total
 
     def _tier(self, group: Group) -> Tier:
@@ -143,6 +148,21 @@ class SpeedModel:
             for cache in self._shape.caches
         )
         return on * _LAUNCH_SECONDS + (len(self._shape.caches) - on) * _LAYER_SECONDS
+
+    def _rows_seconds(self) -> float:
+        """Of one token in all layers, of what the CPU does row by row."""
+        threads, chosen = self._machine.cpu.threads, {e.layer: e for e in self._shape.experts}
+        total = 0.0
+        for cache in self._shape.caches:
+            if self._placed.groups.get(f"layers.{cache.layer}.attention") == "accelerator":
+                continue
+            numbers = self._shape.scratch_per_token / 4
+            if (experts := chosen.get(cache.layer)) is not None:
+                hidden = self._shape.hidden_size
+                width = sum(p.operations for p in experts.products) / (6 * hidden)
+                numbers += experts.top_k * (3 * width + 2 * hidden)
+            total += (_ROW_SECONDS + numbers * _NUMBER_SECONDS) / threads
+        return total
 
     def _experts(self, experts: Experts, tokens: int) -> Seconds:
         """Those that any of the tokens chooses, each with the tokens that chose it."""
@@ -186,12 +206,13 @@ class SpeedModel:
             compute = rows * sum(p.operations for p in products) / rates.compute
             return _longer(ACCELERATOR_READ, nbytes / rates.read, ACCELERATOR_COMPUTE, compute)
         cpu = self._machine.cpu
-        compute = 0.0
+        read = compute = 0.0
         for product in products:
             rate = kernel_rate(cpu, product)
+            read += count * product.nbytes / (cpu.read.median * rate.from_memory)
             compute += count * product.operations / rate.one
             compute += max(0.0, rows - count) * product.operations / rate.more
-        return _longer(RAM, nbytes / (cpu.read.median * _READ_SHARE), CPU, compute)
+        return _longer(RAM, read, CPU, compute)
 
     def _attention(self, cache: Cache, tokens: int, sequences: int, depth: float) -> Seconds:
         seen = cache.seen(depth)
@@ -204,14 +225,14 @@ class SpeedModel:
                 ACCELERATOR_READ,
                 nbytes / rates.read,
                 ACCELERATOR_COMPUTE,
-                operations / (rates.compute * _ATTENTION_SHARE),
+                operations / (rates.compute * _ACCELERATOR_ATTENTION_SHARE),
             )
         cpu = self._machine.cpu
         return _longer(
             RAM,
-            nbytes / (cpu.read.median * _READ_SHARE),
+            nbytes / (cpu.read.median * READ_SHARE),
             CPU,
-            operations / (cpu.pairs * _ATTENTION_SHARE),
+            operations / ((cpu.fma or cpu.pairs / 2) * _ATTENTION_SHARE),
         )
 
 
@@ -222,7 +243,9 @@ def kernel_rate(cpu: CpuRates, product: Product) -> KernelRate:
         return known
     peak = cpu.pairs if product.is_float else cpu.dot
     return KernelRate(
-        one=peak * _ONE_SHARE[product.is_float], more=peak * _MORE_SHARE[product.is_float]
+        one=peak * _ONE_SHARE[product.is_float],
+        more=peak * _MORE_SHARE[product.is_float],
+        from_memory=READ_SHARE,
     )
 
 

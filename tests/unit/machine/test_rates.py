@@ -73,7 +73,7 @@ def test_rates_survive_json() -> None:
         copy=None,
         dot=4.0,
         pairs=5.0,
-        kernels={"any": KernelRate(one=1.0, more=2.0)},
+        kernels={"any": KernelRate(one=1.0, more=2.0, from_memory=0.5)},
     )
     assert cpu_from_json(json.loads(json.dumps(as_json(rates)))) == rates
     assert rates.read == Rate(median=2.0, least=1.0, greatest=3.0) and rates.read.spread == 3

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import math
+import statistics
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,10 +14,10 @@ from moestro import _core as core
 from moestro import formats, native
 from moestro.core import env
 from moestro.core.errors import UnsupportedFormat
-from moestro.formats.base import Format
+from moestro.formats.base import Format, packed_buffer
 from moestro.machine import facts
 from moestro.machine.placement import Placement, place
-from moestro.machine.rates import CpuRates, KernelRate, Rate
+from moestro.machine.rates import READ_SHARE, CpuRates, KernelRate, Rate
 
 #: memory that is read for one sample, well beyond any cache
 _READ_NBYTES = 1 << 28
@@ -51,31 +52,43 @@ def measure(
     native.set_team(placed.nodes, placed.cpus, placed.node_numbers)
     say("arithmetic")
     # Others' work can only make a peak look lower.
-    dot = max(native.probe_dot() for _ in range(3))
-    pairs = max(native.probe_bf16() for _ in range(3))
+    dot, pairs, fma = (
+        max(probe() for _ in range(3))
+        for probe in (native.probe_dot, native.probe_bf16, native.probe_fma)
+    )
     read = [native.probe_read(_READ_NBYTES)]
-    kernels: dict[str, KernelRate] = {}
+    kernels: dict[str, _Kernel] = {}
+    memory = None if read_nodes else packed_buffer(_READ_NBYTES)
     every = max(1, len(chosen) // _SAMPLES)
     for index, name in enumerate(chosen):
         say(f"kernels of {name}")
-        rate = kernel_rate(formats.get(name))
-        if rate is not None:
-            kernels[name] = rate
+        kernel = _measure_kernel(formats.get(name), memory)
+        if kernel is not None:
+            kernels[name] = kernel
         if index % every == 0:
             read.append(native.probe_read(_READ_NBYTES))
     say("memory, all threads")
     while len(read) < _SAMPLES:
         read.append(native.probe_read(_READ_NBYTES))
+    rate = _all_nodes(read_nodes) if read_nodes else Rate.of(read)
     return CpuRates(
         threads=native.threads(),
         isa=native.isa(),
-        read=Rate.of(read),
+        read=rate,
         read_one=read_one,
         read_nodes=read_nodes,
         copy=_copy(),
         dot=dot,
         pairs=pairs,
-        kernels=kernels,
+        fma=fma,
+        kernels={
+            name: KernelRate(
+                one=kernel.one,
+                more=kernel.more,
+                from_memory=kernel.read / rate.median if kernel.read else READ_SHARE,
+            )
+            for name, kernel in kernels.items()
+        },
     )
 
 
@@ -84,38 +97,70 @@ def read_now() -> float:
     return native.probe_read(_READ_NBYTES)
 
 
-def kernel_rate(fmt: Format) -> KernelRate | None:
-    """Of a format's product; None if this build has no kernel for it."""
+@dataclass(frozen=True, kw_only=True)
+class _Kernel:
+    """one, more: as of KernelRate. read: bytes per second from memory, 0 where not measured."""
+
+    one: float
+    more: float
+    read: float
+
+
+def _measure_kernel(fmt: Format, memory: torch.Tensor | None) -> _Kernel | None:
+    """None if this build has no kernel for the format. memory: to hold copies of a matrix, which no
+    cache holds; None where memory is of several nodes, and weights lie where they are read.
+    """
     rows = _ROWS * native.threads()
     # Blocks of output channels lie one after the other in every format.
     data = fmt.example(_PACKED_ROWS, _COLS).repeat(rows // _PACKED_ROWS)
     seconds = {}
     for tokens in (1, _MANY):
         try:
-            seconds[tokens] = _seconds(_program(fmt, data, rows, tokens))
+            seconds[tokens] = min(_seconds(_program(fmt, [data], rows, tokens)))
         except UnsupportedFormat:
             return None
     operations = 2.0 * rows * _COLS
     more = max(seconds[_MANY] - seconds[1], seconds[_MANY] / _MANY) / (_MANY - 1)
-    return KernelRate(one=operations / seconds[1], more=operations / more)
+    read = 0.0
+    if memory is not None:
+        count = memory.numel() // data.numel()
+        copies = list(memory[: count * data.numel()].view(count, -1).copy_(data).unbind())
+        taken = _seconds(_program(fmt, copies, rows, 1))
+        read = count * data.numel() / statistics.median(taken)
+    return _Kernel(one=operations / seconds[1], more=operations / more, read=read)
 
 
-def _program(fmt: Format, data: torch.Tensor, channels: int, tokens: int) -> Any:
+def _program(fmt: Format, matrices: list[torch.Tensor], channels: int, tokens: int) -> Any:
+    """Multiplies tokens with each of the matrices in turn."""
     x, out = torch.randn(tokens, _COLS), torch.empty(tokens, channels)
     rows = torch.tensor([tokens], dtype=torch.int32)
     program = native.Program()
-    core.linear(program, x, fmt.name, data, channels, _COLS, out, rows)
+    for data in matrices:
+        core.linear(program, x, fmt.name, data, channels, _COLS, out, rows)
     return program
 
 
-def _seconds(program: Any) -> float:
-    """Of one replay, the shortest: others are longer by what else the cores had to do."""
+def _seconds(program: Any) -> list[float]:
+    """Of each replay. Of short ones the least counts: others are longer by what else the cores had
+    to do.
+    """
     program.replay()
-    best, end = math.inf, time.perf_counter() + _KERNEL_SECONDS
-    while (start := time.perf_counter()) < end:
+    taken: list[float] = []
+    end = time.perf_counter() + _KERNEL_SECONDS
+    while not taken or time.perf_counter() < end:
+        start = time.perf_counter()
         program.replay()
-        best = min(best, time.perf_counter() - start)
-    return best
+        taken.append(time.perf_counter() - start)
+    return taken
+
+
+def _all_nodes(rates: Sequence[Rate]) -> Rate:
+    """Each node's threads read its memory at the same time."""
+    return Rate(
+        median=sum(rate.median for rate in rates),
+        least=sum(rate.least for rate in rates),
+        greatest=sum(rate.greatest for rate in rates),
+    )
 
 
 def _parts_of_the_team(placed: Placement) -> tuple[Rate, tuple[Rate, ...]]:
