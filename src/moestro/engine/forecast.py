@@ -15,7 +15,7 @@ from moestro.core.errors import InvalidRequest
 from moestro.engine.config import EngineConfig
 from moestro.engine.plan import NOT_YET, USABLE, demand_of, ram_budget
 from moestro.engine.shape import model_shape
-from moestro.machine import facts, measured
+from moestro.machine import measured
 from moestro.machine.rates import MachineRates, describe
 from moestro.memory.forecast import Forecast, make_forecast
 from moestro.memory.model_shape import ModelShape
@@ -108,9 +108,3 @@ def read_machine(path: Path) -> MachineRates:
         queue_depth=found.queue_depth,
         accelerator=found.accelerator,
     )
-
-
-def memory_note() -> str:
-    """What bounds the budget here: the control group's limit or the computer's memory."""
-    machine = facts.gather()
-    return "control group" if machine.memory_limit is not None else "available now"
