@@ -20,6 +20,7 @@ from typing import Any
 import gguf
 import numpy as np
 
+from memory_group import forget
 from moestro import devices
 from moestro.checkpoints import open_checkpoint
 from moestro.formats.base import packed_buffer
@@ -115,15 +116,6 @@ def files_of(path: Path) -> list[Path]:
     return (
         [path] if path.is_file() else sorted(p for p in path.iterdir() if p.stat().st_size > 2**16)
     )
-
-
-def forget(path: Path) -> None:
-    """Drop the files from the page cache."""
-    for file in files_of(path):
-        handle = os.open(file, os.O_RDONLY)
-        os.fsync(handle)
-        os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
-        os.close(handle)
 
 
 def _memory(name: str) -> int:

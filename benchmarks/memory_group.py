@@ -1,4 +1,6 @@
-"""A cap on a process's memory, page cache included, by a control group (version 1 or 2)."""
+"""A cap on a process's memory, page cache included, by a control group (version 1 or 2); and how
+files leave the page cache.
+"""
 
 from __future__ import annotations
 

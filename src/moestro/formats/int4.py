@@ -6,6 +6,7 @@ and 16+4j+i in its high nibble, the pairing that GGUF's Q4_0 and Q4_1 have as we
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from typing import ClassVar
 
 import numpy as np
@@ -102,11 +103,59 @@ class IntFormat(TiledFormat):
         raise self.refuse(source_type)
 
 
-class Int4Format(IntFormat):
+class SymmetricFormat(IntFormat):
+    """value = scale * (code - middle of ``bits`` bits). Tile: 16 float16 scales, then the codes."""
+
+    header = _F16_LANES
+
+    @property
+    def _middle(self) -> int:
+        return 1 << (self.bits - 1)
+
+    @abstractmethod
+    def levels(self, group: int) -> tuple[float, ...]:
+        """Codes that the value of largest magnitude in a group is tried at."""
+
+    def pack_rows(self, x: Tensor, importance: Tensor | None) -> Bytes:
+        grouped, w = self._grouped(x, importance)
+        lo, hi = -self._middle, self._middle - 1
+        scale = fit_symmetric(grouped, w, lo=lo, hi=hi, levels=self.levels(grouped.shape[-1]))
+        codes = round_codes(grouped, scale, lo, hi).add_(self._middle)
+        return assemble([f16_bytes(halves(scale))], self._lanes(codes))
+
+    def unpack_rows(self, tiles: Bytes) -> Floats:
+        scale = f16_values(tiles[:, :, :_F16_LANES])
+        values = (self._codes(tiles) - np.float32(self._middle)) * scale[..., None]
+        return values.reshape(scale.shape[0], -1)
+
+
+class MinimumFormat(IntFormat):
+    """value = scale * code + minimum. Tile: 16 float16 scales, 16 float16 minima, the codes."""
+
+    header = 2 * _F16_LANES
+    pads_with_last = True
+    #: numbers of steps that a group's range is tried to be cut into
+    spread: ClassVar[tuple[float, ...]]
+
+    def pack_rows(self, x: Tensor, importance: Tensor | None) -> Bytes:
+        grouped, w = self._grouped(x, importance)
+        hi = (1 << self.bits) - 1
+        scale, low = fit_affine(grouped, w, hi=hi, levels=self.spread)
+        codes = ((grouped - low) * reciprocal(scale)).round_().clamp_(0, hi)
+        headers = [f16_bytes(halves(part)) for part in (scale, low)]
+        return assemble(headers, self._lanes(codes))
+
+    def unpack_rows(self, tiles: Bytes) -> Floats:
+        scale = f16_values(tiles[:, :, :_F16_LANES])
+        low = f16_values(tiles[:, :, _F16_LANES : self.header])
+        values = self._codes(tiles) * scale[..., None] + low[..., None]
+        return values.reshape(scale.shape[0], -1)
+
+
+class Int4Format(SymmetricFormat):
     """value = scale * (code - 8). Tile: 16 float16 scales, then the codes."""
 
     prefix = "int4"
-    header = _F16_LANES
     code_max = 15
     code_middle = 8
 
@@ -114,12 +163,8 @@ class Int4Format(IntFormat):
         super().__init__(group_size)
         self.exact_from = ("Q4_0",) if group_size == BLOCK else ()
 
-    def pack_rows(self, x: Tensor, importance: Tensor | None) -> Bytes:
-        grouped, w = self._grouped(x, importance)
-        levels = _SYMMETRIC if grouped.shape[-1] == BLOCK else _CLIPPED
-        scale = fit_symmetric(grouped, w, lo=-8, hi=7, levels=levels)
-        codes = round_codes(grouped, scale, -8, 7).add_(8)
-        return assemble([f16_bytes(halves(scale))], self._lanes(codes))
+    def levels(self, group: int) -> tuple[float, ...]:
+        return _SYMMETRIC if group == BLOCK else _CLIPPED
 
     def code_rows(self, codes: Bytes, scale: Scales, zeros: Bytes | None) -> Bytes:
         return assemble([f16_bytes(scale)], quads_to_lanes(pair_nibbles(codes)))
@@ -128,11 +173,6 @@ class Int4Format(IntFormat):
         blocks = raw.reshape(raw.shape[0], -1, 18)  # Q4_0: float16 d, 16 bytes of nibble pairs
         scale = finite_f16(blocks[:, :, :2], "Q4_0 scale")
         return assemble([f16_bytes(scale)], quads_to_lanes(blocks[:, :, 2:]))
-
-    def unpack_rows(self, tiles: Bytes) -> Floats:
-        scale = f16_values(tiles[:, :, :_F16_LANES])
-        values = (self._codes(tiles) - np.float32(8)) * scale[..., None]
-        return values.reshape(scale.shape[0], -1)
 
 
 class Int4ZeroFormat(IntFormat):
@@ -165,35 +205,21 @@ class Int4ZeroFormat(IntFormat):
         return values.reshape(scale.shape[0], -1)
 
 
-class Int4MinFormat(IntFormat):
+class Int4MinFormat(MinimumFormat):
     """value = scale * code + minimum. Tile: 16 float16 scales, 16 float16 minima, the codes."""
 
     prefix = "int4m"
-    header = 2 * _F16_LANES
-    pads_with_last = True
+    spread = _SPREAD
 
     def __init__(self, group_size: int) -> None:
         super().__init__(group_size)
         self.exact_from = ("Q4_1",) if group_size == BLOCK else ()
-
-    def pack_rows(self, x: Tensor, importance: Tensor | None) -> Bytes:
-        grouped, w = self._grouped(x, importance)
-        scale, low = fit_affine(grouped, w, hi=15, levels=_SPREAD)
-        codes = ((grouped - low) * reciprocal(scale)).round_().clamp_(0, 15)
-        headers = [f16_bytes(halves(part)) for part in (scale, low)]
-        return assemble(headers, self._lanes(codes))
 
     def repack_rows(self, source_type: str, raw: Bytes) -> Bytes:
         blocks = raw.reshape(raw.shape[0], -1, 20)  # Q4_1: float16 d, float16 m, 16 nibble pairs
         scale = finite_f16(blocks[:, :, :2], "Q4_1 scale")
         low = finite_f16(blocks[:, :, 2:4], "Q4_1 minimum")
         return assemble([f16_bytes(scale), f16_bytes(low)], quads_to_lanes(blocks[:, :, 4:]))
-
-    def unpack_rows(self, tiles: Bytes) -> Floats:
-        scale = f16_values(tiles[:, :, :_F16_LANES])
-        low = f16_values(tiles[:, :, _F16_LANES : self.header])
-        values = self._codes(tiles) * scale[..., None] + low[..., None]
-        return values.reshape(scale.shape[0], -1)
 
 
 FORMATS: tuple[IntFormat, ...] = (

@@ -9,20 +9,15 @@ from __future__ import annotations
 from typing import ClassVar
 
 import numpy as np
-from torch import Tensor
 
 from moestro.formats.base import LANES
-from moestro.formats.int4 import IntFormat
-from moestro.formats.search import fit_affine, fit_symmetric, reciprocal, round_codes
+from moestro.formats.int4 import IntFormat, MinimumFormat, SymmetricFormat
 from moestro.formats.tiles import (
     BLOCK,
     Bytes,
-    Floats,
     assemble,
     f16_bytes,
-    f16_values,
     finite_f16,
-    halves,
     join_bits,
     pair_nibbles,
     quads_to_lanes,
@@ -72,44 +67,27 @@ class _Int5(IntFormat):
         return quads_to_lanes(self.join_codes(codes))
 
 
-class Int5Format(_Int5):
+class Int5Format(_Int5, SymmetricFormat):
     """value = scale * (code - 16). Tile: 16 float16 scales, then the codes."""
 
     prefix = "int5"
-    header = _F16_LANES
     exact_from = ("Q5_0",)
 
-    def pack_rows(self, x: Tensor, importance: Tensor | None) -> Bytes:
-        grouped, w = self._grouped(x, importance)
-        scale = fit_symmetric(grouped, w, lo=-16, hi=15, levels=_SYMMETRIC)
-        codes = round_codes(grouped, scale, -16, 15).add_(16)
-        return assemble([f16_bytes(halves(scale))], self._lanes(codes))
+    def levels(self, group: int) -> tuple[float, ...]:
+        return _SYMMETRIC
 
     def repack_rows(self, source_type: str, raw: Bytes) -> Bytes:
         blocks = raw.reshape(raw.shape[0], -1, 22)  # Q5_0: float16 d, fifth bits, nibble pairs
         scale = finite_f16(blocks[:, :, :2], "Q5_0 scale")
         return assemble([f16_bytes(scale)], self._source_codes(blocks[:, :, 2:]))
 
-    def unpack_rows(self, tiles: Bytes) -> Floats:
-        scale = f16_values(tiles[:, :, :_F16_LANES])
-        values = (self._codes(tiles) - np.float32(16)) * scale[..., None]
-        return values.reshape(scale.shape[0], -1)
 
-
-class Int5MinFormat(_Int5):
+class Int5MinFormat(_Int5, MinimumFormat):
     """value = scale * code + minimum. Tile: 16 float16 scales, 16 float16 minima, the codes."""
 
     prefix = "int5m"
-    header = 2 * _F16_LANES
-    pads_with_last = True
+    spread = _SPREAD
     exact_from = ("Q5_1",)
-
-    def pack_rows(self, x: Tensor, importance: Tensor | None) -> Bytes:
-        grouped, w = self._grouped(x, importance)
-        scale, low = fit_affine(grouped, w, hi=31, levels=_SPREAD)
-        codes = ((grouped - low) * reciprocal(scale)).round_().clamp_(0, 31)
-        headers = [f16_bytes(halves(part)) for part in (scale, low)]
-        return assemble(headers, self._lanes(codes))
 
     def repack_rows(self, source_type: str, raw: Bytes) -> Bytes:
         blocks = raw.reshape(raw.shape[0], -1, 24)  # Q5_1: d, m, fifth bits, nibble pairs
@@ -117,12 +95,6 @@ class Int5MinFormat(_Int5):
         low = finite_f16(blocks[:, :, 2:4], "Q5_1 minimum")
         codes = self._source_codes(blocks[:, :, 4:])
         return assemble([f16_bytes(scale), f16_bytes(low)], codes)
-
-    def unpack_rows(self, tiles: Bytes) -> Floats:
-        scale = f16_values(tiles[:, :, :_F16_LANES])
-        low = f16_values(tiles[:, :, _F16_LANES : self.header])
-        values = self._codes(tiles) * scale[..., None] + low[..., None]
-        return values.reshape(scale.shape[0], -1)
 
 
 FORMATS: tuple[IntFormat, ...] = (Int5Format(BLOCK), Int5MinFormat(BLOCK))

@@ -21,6 +21,7 @@ from moestro.models.common.latent_config import (
     groups_of,
     latent_fields_from_gguf,
     latent_fields_from_hf,
+    tiny_sizes,
 )
 from moestro.models.common.reading import hf_reader
 from moestro.models.spec import Container, Model, Weights
@@ -70,20 +71,7 @@ def build(config: Config, weights: Weights, device: Device, *, max_positions: in
 def tiny() -> dict[str, Any]:
     return {
         "model_type": "deepseek_v3",
-        "vocab_size": 101,
-        "hidden_size": 48,
-        "intermediate_size": 40,
-        "moe_intermediate_size": 24,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 3,
-        "num_key_value_heads": 3,
-        "q_lora_rank": 28,
-        "kv_lora_rank": 32,
-        "qk_nope_head_dim": 12,
-        "qk_rope_head_dim": 8,
-        "v_head_dim": 16,
-        "max_position_embeddings": 256,
-        "rms_norm_eps": 1e-6,
+        **tiny_sizes(),
         "rope_parameters": {
             "rope_type": "yarn",
             "rope_theta": 10000.0,
@@ -94,12 +82,7 @@ def tiny() -> dict[str, Any]:
             "mscale": 1.0,
             "mscale_all_dim": 1.0,
         },
-        "first_k_dense_replace": 1,
-        "n_routed_experts": 12,
         "n_shared_experts": 1,
-        "num_experts_per_tok": 3,
-        "n_group": 4,
-        "topk_group": 2,
         "norm_topk_prob": True,
         "routed_scaling_factor": 2.5,
         "num_nextn_predict_layers": 1,

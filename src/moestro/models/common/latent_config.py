@@ -231,3 +231,28 @@ def groups_of(
             f"{top_groups} groups"
         )  # fmt: skip
     return {"groups": groups, "top_groups": top_groups}
+
+
+def tiny_sizes() -> dict[str, Any]:
+    """What the tiny configurations of families with latent attention have in common."""
+    return {
+        "vocab_size": 101,
+        "hidden_size": 48,
+        "intermediate_size": 40,
+        "moe_intermediate_size": 24,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 3,
+        "num_key_value_heads": 3,
+        "q_lora_rank": 28,
+        "kv_lora_rank": 32,
+        "qk_nope_head_dim": 12,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 16,
+        "max_position_embeddings": 256,
+        "rms_norm_eps": 1e-6,
+        "first_k_dense_replace": 1,
+        "n_routed_experts": 12,
+        "num_experts_per_tok": 3,
+        "n_group": 4,
+        "topk_group": 2,
+    }
